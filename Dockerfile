@@ -1,0 +1,39 @@
+# syntax=docker/dockerfile:1
+ARG PYTHON_VERSION=3.12
+
+FROM python:${PYTHON_VERSION}-slim AS build
+# Where pip finds a CPU build of torch, e.g. PyTorch's own CPU index; without it, the default index and its CUDA build.
+ARG TORCH_INDEX_URL=""
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN python -m venv /opt/moonvit
+ENV PATH=/opt/moonvit/bin:$PATH
+WORKDIR /src
+# From the rarest change to the most frequent: torch, the other packages, our code.
+COPY constraints.txt ./
+RUN pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$(grep '^torch==' constraints.txt)"
+COPY pyproject.toml ./
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+        > requirements.txt \
+    && pip install -c constraints.txt -r requirements.txt
+COPY README.md LICENSE ./
+COPY encoder encoder
+COPY app app
+RUN pip install --no-deps .
+
+FROM python:${PYTHON_VERSION}-slim
+RUN useradd --system --uid 10001 --home-dir /nonexistent --shell /usr/sbin/nologin moonvit
+COPY --from=build /opt/moonvit /opt/moonvit
+ENV PATH=/opt/moonvit/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    MOONVIT_HOST=0.0.0.0 \
+    MOONVIT_PORT=8000
+USER 10001
+# Film workers run in an empty directory, see docs/media.md.
+WORKDIR /tmp
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+# A full-size model takes a while to read; failures in the start period do not count.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 CMD ["python", "-c", \
+    "import os, urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ[\"MOONVIT_PORT\"]}/health/ready', timeout=4)"]
+ENTRYPOINT ["moonvit-serve", "serve"]

@@ -1,0 +1,6 @@
+"""Bytes of a picture or film -> segments, within limits, and away from the event loop."""
+
+from app.decode.decoder import Decoder
+from app.decode.media import DecodeLimits, Kind, MediaOptions, Prepared
+
+__all__ = ["DecodeLimits", "Decoder", "Kind", "MediaOptions", "Prepared"]

@@ -1,0 +1,87 @@
+"""`Decoder`: one item's bytes to segments, pictures in threads and films in worker processes."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from app.decode.film_decord import check_distribution
+from app.decode.media import DecodeLimits, Kind, MediaOptions, Prepared
+from app.decode.picture import prepare_picture
+from app.decode.sniff import settle_kind, sniff
+from app.decode.workers import FilmWorkers
+from app.errors import DeadlineExceeded
+from encoder import EncoderConfig
+
+
+class Decoder:
+    """Owns the threads and processes that decode.
+
+    Args:
+        picture_threads: pictures decoded at a time; Pillow lets go of the GIL.
+        film_workers: films decoded at a time.
+    """
+
+    def __init__(self, config: EncoderConfig, limits: DecodeLimits, *, picture_threads: int, film_workers: int) -> None:
+        self._config = config
+        self._limits = limits
+        self._threads = ThreadPoolExecutor(picture_threads, thread_name_prefix="picture")
+        self._workers = FilmWorkers(film_workers, limits, config)
+
+    async def start(self) -> None:
+        """Start the film workers and wait until they are ready; call on the event loop's thread.
+
+        Raises:
+            SetupError: decord is missing or the wrong one.
+        """
+        check_distribution()
+        await self._workers.start()
+
+    async def close(self) -> None:
+        """End all workers and wait for the pictures being decoded; what still waits is dropped."""
+        await self._workers.close()
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+
+    @property
+    def film_worker_pids(self) -> list[int]:
+        """Film worker processes alive now."""
+        return self._workers.pids
+
+    async def prepare(
+        self, data: bytes, kind: Kind | None, options: MediaOptions, *, timeout_s: float | None = None
+    ) -> Prepared:
+        """Decode and preprocess one item.
+
+        Args:
+            data: the file's bytes, which alone decide its format.
+            kind: what the caller says it is; None lets the bytes decide, an animation being a picture.
+            timeout_s: seconds this call may take, waiting included.
+        Raises:
+            UnsupportedMedia: no format we read, or the other kind than the caller says.
+            LimitExceeded: too many pixels, frames, seconds or patches.
+            CorruptMedia: it does not decode, or not completely.
+            DeadlineExceeded: `timeout_s` or the limit for one film passed.
+        """
+        found = sniff(data)
+        settled = settle_kind(found, kind)
+        try:
+            async with asyncio.timeout(timeout_s):
+                if settled == "video":
+                    return await self._film(data, options)
+                picture = partial(prepare_picture, data, found.format, options, self._limits, self._config)
+                return await asyncio.get_running_loop().run_in_executor(self._threads, picture)
+        except TimeoutError as error:
+            raise DeadlineExceeded("not decoded before the request's deadline") from error
+
+    async def _film(self, data: bytes, options: MediaOptions) -> Prepared:
+        facts, segments = await self._workers.prepare(data, options)
+        return Prepared(
+            kind="video",
+            segments=segments,
+            original_size=facts.original_size,
+            resized_size=facts.resized_size,
+            frame_indices=facts.frame_indices,
+            start_s=facts.start_s,
+            timestamps=facts.timestamps,
+            decode_s=facts.decode_s,
+            preprocess_s=facts.preprocess_s,
+        )

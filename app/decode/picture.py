@@ -1,0 +1,133 @@
+"""Bytes of a picture to a `Segment`, through Pillow, in the picture's own mode and never beyond its first frame."""
+
+import io
+import time
+from collections.abc import Callable
+from typing import Final
+
+from PIL import (
+    AvifImagePlugin,
+    BmpImagePlugin,
+    ExifTags,
+    GifImagePlugin,
+    Image,
+    ImageFile,
+    JpegImagePlugin,
+    PngImagePlugin,
+    WebPImagePlugin,
+)
+
+from app.decode.jpeg_end import load_without_end
+from app.decode.media import DecodeLimits, MediaOptions, Prepared
+from app.errors import CorruptMedia, LimitExceeded
+from encoder import EncoderConfig, preprocess_image
+from encoder.grid import ResizePlan, plan_image
+
+# The readers by name rather than `Image.open`: no other of Pillow's formats can be reached, and the header is read
+# without Pillow's process-wide check, which warns above 89 and raises above 179 million pixels before we know the size.
+_READERS: Final[dict[str, Callable[[io.BytesIO], ImageFile.ImageFile]]] = {
+    "JPEG": JpegImagePlugin.jpeg_factory,
+    "PNG": PngImagePlugin.PngImageFile,
+    "WebP": WebPImagePlugin.WebPImageFile,
+    "GIF": GifImagePlugin.GifImageFile,
+    "BMP": BmpImagePlugin.BmpImageFile,
+    "AVIF": AvifImagePlugin.AvifImageFile,
+}
+
+# EXIF orientation -> the turn that undoes it
+_TURNS: Final = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def prepare_picture(
+    data: bytes, picture_format: str, options: MediaOptions, limits: DecodeLimits, config: EncoderConfig
+) -> Prepared:
+    """Decode and preprocess one picture.
+
+    Args:
+        picture_format: as `sniff` names it.
+    Raises:
+        LimitExceeded: too many pixels or patches, known from the header before anything is decoded.
+        CorruptMedia: the picture does not decode completely.
+    """
+    started = time.perf_counter()
+    image = open_picture(data, picture_format, limits, config)
+    if options.apply_exif_orientation:
+        image = _turn(image)
+    decoded = time.perf_counter()
+    segment = preprocess_image(image, config)
+    plan = plan_image(image.width, image.height, config.media)
+    return Prepared(
+        kind="image",
+        segments=[segment],
+        original_size=image.size,
+        resized_size=(plan.width, plan.height),
+        frame_indices=None,
+        start_s=None,
+        timestamps=None,
+        decode_s=decoded - started,
+        preprocess_s=time.perf_counter() - decoded,
+    )
+
+
+def open_picture(data: bytes, picture_format: str, limits: DecodeLimits, config: EncoderConfig) -> Image.Image:
+    """The first frame, loaded, in its own mode. Raises as `prepare_picture`."""
+    image: Image.Image = _read_header(data, picture_format)
+    check_picture(*image.size, limits, config)
+    try:
+        image.load()
+    except Exception as error:
+        whole = _load_without_end(data) if picture_format == "JPEG" else None
+        if whole is None:
+            raise _corrupt(picture_format) from error
+        image = whole
+    # Some formats settle their size only while they decode.
+    check_picture(*image.size, limits, config)
+    return image
+
+
+def check_picture(width: int, height: int, limits: DecodeLimits, config: EncoderConfig) -> ResizePlan:
+    """Refuse a picture by its size; else say what preprocessing makes of it."""
+    if width < 1 or height < 1:
+        raise CorruptMedia(f"picture of {width}x{height} pixels: both sides must be at least 1")
+    if width * height > limits.max_pixels:
+        raise LimitExceeded(f"picture of {width}x{height} pixels, limit {limits.max_pixels}")
+    plan = plan_image(width, height, config.media)
+    if plan.grid().num_patches > limits.max_patches:
+        raise LimitExceeded(f"picture of {plan.grid().num_patches} patches, limit {limits.max_patches}")
+    return plan
+
+
+def _read_header(data: bytes, picture_format: str) -> ImageFile.ImageFile:
+    try:
+        return _READERS[picture_format](io.BytesIO(data))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise LimitExceeded("picture with a frame of more pixels than its header says") from error
+    except Exception as error:  # Pillow's readers raise whatever the bytes drive them to, MemoryError included
+        raise _corrupt(picture_format) from error
+
+
+def _load_without_end(data: bytes) -> Image.Image | None:
+    try:
+        return load_without_end(data)
+    except Exception:  # broken elsewhere too
+        return None
+
+
+def _turn(image: Image.Image) -> Image.Image:
+    try:
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # unreadable EXIF says nothing about the pixels
+        return image
+    return image if turn is None else image.transpose(turn)
+
+
+def _corrupt(picture_format: str) -> CorruptMedia:
+    return CorruptMedia(f"{picture_format} picture that does not decode completely")

@@ -1,0 +1,137 @@
+"""Write the generated tables of README.md: the options, and the measured numbers of `benchmarks/results/*.json`.
+
+Each lies between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. With `--check` nothing is written; the exit code is 1
+if something would be.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from app.commands.flags import options
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only say whether README.md is up to date")
+    check = parser.parse_args().check
+    current = README.read_text(encoding="utf-8")
+    wanted = render(current)
+    if wanted == current:
+        return 0
+    if check:
+        print("README.md is out of date: make readme", file=sys.stderr)
+        return 1
+    README.write_text(wanted, encoding="utf-8")
+    print("README.md is rewritten")
+    return 0
+
+
+def render(text: str) -> str:
+    """README.md with every generated table as it should be."""
+    for name, content in (("options", options_table()), ("numbers", numbers_tables(RESULTS))):
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        if text.count(begin) != 1 or text.count(end) != 1:
+            raise SystemExit(f"README.md must have {begin} and {end} once each")
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n{content}\n{end}{rest.split(end)[1]}"
+    return text
+
+
+def options_table() -> str:
+    rows = [
+        (f"`{o.flag}`" + (f" {o.value}" if o.value else ""), f"`{o.variable}`", o.default or "", o.description)
+        for o in options()
+    ]
+    return table(("flag", "variable", "default", "meaning"), rows)
+
+
+def numbers_tables(results: Path) -> str:
+    """What each results file that is there has to say, the tower first."""
+    parts = [
+        part
+        for name, tables in NUMBERS.items()
+        if (results / f"{name}.json").exists()
+        for part in tables(json.loads((results / f"{name}.json").read_text(encoding="utf-8")))
+    ]
+    return "\n\n".join(parts) or "None measured yet: `make bench`."
+
+
+def tower_cpu(report: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"Tower and projector of `{report['model']}` in float32 on a CPU, beside the transformers library's own port "
+        f"of the model with the same weights, inputs and threads. {machine(report)}"
+    )
+    rows = [
+        (
+            name,
+            result["patches"],
+            f"{result['median_s']['ours']:.2f} s",
+            f"{result['median_s']['transformers']:.2f} s",
+            f"{result['ratio']:.2f}",
+            f"{result['max_abs_difference']:.1e}",
+        )
+        for name, result in report["batches"].items()
+    ]
+    yield table(("batch", "patches", "here", "transformers", "times faster", "largest difference"), rows)
+
+
+def load_memory(report: dict[str, Any]) -> Iterator[str]:
+    yield f"Memory while full-size weights are loaded, above what the process held before. {machine(report)}"
+    rows = [
+        (
+            name,
+            f"{result['weights_mib']:.0f} MiB",
+            f"{result['peak_mib']:.0f} MiB",
+            f"{result['peak_per_weights']:.2f}",
+            f"{result['load_s']:.1f} s",
+        )
+        for name, result in report["loads"].items()
+    ]
+    yield table(("load", "weights", "peak", "peak / weights", "time"), rows)
+
+
+def attention(report: dict[str, Any]) -> Iterator[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
+    yield (
+        f"Attention alone in bfloat16, TFLOP/s, on one {report['gpu']} ({versions}). The columns are the backends that "
+        "ran there, and PyTorch's own varlen kernel."
+    )
+    names = list(dict.fromkeys(name for row in report["rows"] for name in row["results"]))
+    rows = [
+        (
+            row["model"],
+            row["segments"],
+            *(f"{row['results'][name]['tflops']:.0f}" if name in row["results"] else "" for name in names),
+        )
+        for row in report["rows"]
+    ]
+    yield table(("model", "segments x patches", *names), rows)
+
+
+NUMBERS: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
+    "tower_cpu": tower_cpu,
+    "load_memory": load_memory,
+    "attention": attention,
+}
+
+
+def machine(report: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return f"{report['processor']}, {report['cores']} cores, {report['torch_threads']} threads, {versions}."
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
