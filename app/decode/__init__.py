@@ -2,5 +2,6 @@
 
 from app.decode.decoder import Decoder
 from app.decode.media import DecodeLimits, Kind, MediaOptions, Prepared
+from app.decode.sniff import identify
 
-__all__ = ["DecodeLimits", "Decoder", "Kind", "MediaOptions", "Prepared"]
+__all__ = ["DecodeLimits", "Decoder", "Kind", "MediaOptions", "Prepared", "identify"]

@@ -1,16 +1,19 @@
 """`Decoder`: one item's bytes to segments, pictures in threads and films in worker processes."""
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Final
 
 from app.decode.film_decord import check_distribution
 from app.decode.media import DecodeLimits, Kind, MediaOptions, Prepared
 from app.decode.picture import prepare_picture
+from app.decode.picture_threads import PictureThreads
 from app.decode.sniff import settle_kind, sniff
 from app.decode.workers import FilmWorkers
 from app.errors import DeadlineExceeded
 from encoder import EncoderConfig
+
+_CLOSE_TIMEOUT_S: Final = 2.0
 
 
 class Decoder:
@@ -24,22 +27,30 @@ class Decoder:
     def __init__(self, config: EncoderConfig, limits: DecodeLimits, *, picture_threads: int, film_workers: int) -> None:
         self._config = config
         self._limits = limits
-        self._threads = ThreadPoolExecutor(picture_threads, thread_name_prefix="picture")
+        self._threads = PictureThreads(picture_threads)
         self._workers = FilmWorkers(film_workers, limits, config)
 
     async def start(self) -> None:
         """Start the film workers and wait until they are ready; call on the event loop's thread.
 
         Raises:
-            SetupError: decord is missing or the wrong one.
+            SetupError: decord is missing or the wrong one, or a worker does not start.
         """
         check_distribution()
         await self._workers.start()
 
     async def close(self) -> None:
-        """End all workers and wait for the pictures being decoded; what still waits is dropped."""
+        """End all workers and refuse what still waits; pictures being decoded get 2 s and are then left behind."""
         await self._workers.close()
-        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
+        await asyncio.to_thread(self._threads.close, _CLOSE_TIMEOUT_S)
+
+    @property
+    def stuck_s(self) -> float:
+        """Seconds that the oldest picture being decoded has taken so far; 0 if there is none.
+
+        Films are not counted: they have their own deadline, which ends their worker.
+        """
+        return self._threads.oldest_s
 
     @property
     def film_worker_pids(self) -> list[int]:
@@ -60,6 +71,8 @@ class Decoder:
             LimitExceeded: too many pixels, frames, seconds or patches.
             CorruptMedia: it does not decode, or not completely.
             DeadlineExceeded: `timeout_s` or the limit for one film passed.
+            Starting: no film worker could be started.
+            Draining: closed.
         """
         found = sniff(data)
         settled = settle_kind(found, kind)
@@ -68,7 +81,7 @@ class Decoder:
                 if settled == "video":
                     return await self._film(data, options)
                 picture = partial(prepare_picture, data, found.format, options, self._limits, self._config)
-                return await asyncio.get_running_loop().run_in_executor(self._threads, picture)
+                return await asyncio.wrap_future(self._threads.submit(picture))
         except TimeoutError as error:
             raise DeadlineExceeded("not decoded before the request's deadline") from error
 

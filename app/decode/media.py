@@ -47,7 +47,7 @@ class DecodeLimits:
     max_walked_frames: int = 36_000
     max_film_duration_s: float = 6 * 3600.0
     film_deadline_s: float = 60.0
-    film_worker_memory_bytes: int = 3 << 30
+    film_worker_memory_bytes: int = 4 << 30
     film_worker_max_jobs: int = 200
     decord_batch_bytes: int = 256 << 20
 

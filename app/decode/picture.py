@@ -1,6 +1,5 @@
 """Bytes of a picture to a `Segment`, through Pillow, in the picture's own mode and never beyond its first frame."""
 
-import io
 import time
 from collections.abc import Callable
 from typing import Final
@@ -19,13 +18,14 @@ from PIL import (
 
 from app.decode.jpeg_end import load_without_end
 from app.decode.media import DecodeLimits, MediaOptions, Prepared
+from app.decode.picture_work import BoundedFile, check_chunks, check_runs, check_scans
 from app.errors import CorruptMedia, LimitExceeded
 from encoder import EncoderConfig, preprocess_image
 from encoder.grid import ResizePlan, plan_image
 
 # The readers by name rather than `Image.open`: no other of Pillow's formats can be reached, and the header is read
 # without Pillow's process-wide check, which warns above 89 and raises above 179 million pixels before we know the size.
-_READERS: Final[dict[str, Callable[[io.BytesIO], ImageFile.ImageFile]]] = {
+_READERS: Final[dict[str, Callable[[BoundedFile], ImageFile.ImageFile]]] = {
     "JPEG": JpegImagePlugin.jpeg_factory,
     "PNG": PngImagePlugin.PngImageFile,
     "WebP": WebPImagePlugin.WebPImageFile,
@@ -79,10 +79,18 @@ def prepare_picture(
 
 def open_picture(data: bytes, picture_format: str, limits: DecodeLimits, config: EncoderConfig) -> Image.Image:
     """The first frame, loaded, in its own mode. Raises as `prepare_picture`."""
+    if picture_format == "PNG":
+        check_chunks(data)
     image: Image.Image = _read_header(data, picture_format)
     check_picture(*image.size, limits, config)
+    if picture_format == "JPEG":
+        check_scans(data, image.width * image.height)
+    elif picture_format == "BMP":
+        check_runs(data, image.width * image.height)
     try:
         image.load()
+    except LimitExceeded:
+        raise
     except Exception as error:
         whole = _load_without_end(data) if picture_format == "JPEG" else None
         if whole is None:
@@ -107,9 +115,11 @@ def check_picture(width: int, height: int, limits: DecodeLimits, config: Encoder
 
 def _read_header(data: bytes, picture_format: str) -> ImageFile.ImageFile:
     try:
-        return _READERS[picture_format](io.BytesIO(data))
+        return _READERS[picture_format](BoundedFile(data, picture_format))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise LimitExceeded("picture with a frame of more pixels than its header says") from error
+    except LimitExceeded:
+        raise
     except Exception as error:  # Pillow's readers raise whatever the bytes drive them to, MemoryError included
         raise _corrupt(picture_format) from error
 

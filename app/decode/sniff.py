@@ -28,6 +28,15 @@ class Sniffed:
     animated: bool = False
 
 
+def identify(data: bytes, declared: Kind | None) -> Kind:
+    """The kind that `data` will be decoded as; looks at its first bytes only.
+
+    Raises:
+        UnsupportedMedia: no format that we read, or the other kind than declared.
+    """
+    return settle_kind(sniff(data), declared)
+
+
 def sniff(data: bytes) -> Sniffed:
     """Name the format of `data`.
 

@@ -88,8 +88,15 @@ def _die_with(parent: int) -> None:
 
 
 def _stand_nowhere() -> None:
-    """Make an empty directory the current one and delete it: relative names lead nowhere, and none is left behind."""
-    directory = tempfile.mkdtemp()
+    """Make an empty directory the current one and delete it: relative names lead nowhere, and none is left behind.
+
+    Where no directory can be made, stand among this process's own descriptors: only numbers, and nothing to write.
+    """
+    try:
+        directory = tempfile.mkdtemp()
+    except OSError:
+        os.chdir("/proc/self/fdinfo")
+        return
     os.chdir(directory)
     Path(directory).rmdir()
 

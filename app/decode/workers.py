@@ -5,81 +5,22 @@
 
 import asyncio
 import logging
-import os
-import pickle
-import socket
-import subprocess
-import sys
-from pathlib import Path
-from typing import Final
 
 import torch
 
 from app.decode.film_facts import FilmFacts
-from app.decode.film_messages import MESSAGE_BYTES, READY, dump_job, load_answer, load_facts
+from app.decode.film_messages import dump_job, load_answer, load_facts
 from app.decode.media import DecodeLimits, MediaOptions
 from app.decode.memory_files import fill, map_result, memory_file
-from app.errors import CorruptMedia, DeadlineExceeded, Draining
-from encoder import EncoderConfig, Grid, InputError, Segment
+from app.decode.worker_process import WorkerDied, WorkerProcess
+from app.errors import CorruptMedia, DeadlineExceeded, Draining, Starting
+from encoder import EncoderConfig, Grid, InputError, Segment, SetupError
 
 logger = logging.getLogger(__name__)
 
-_START_TIMEOUT_S: Final = 120.0  # imports torch, on a busy machine
-_KEPT_VARIABLES: Final = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")  # no key or token reaches a worker
 
-
-class _WorkerDied(Exception):
-    """The process went away instead of answering."""
-
-
-class _Worker:
-    """One process and the socket to it."""
-
-    def __init__(self) -> None:
-        """Start it. The kernel ties its life to the calling thread, which must be the one that runs the event loop."""
-        self.num_jobs = 0
-        self._asking = asyncio.Lock()
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel.setblocking(False)
-        environment = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-        environment |= {"PYTHONPATH": os.pathsep.join(str(Path(path).resolve()) for path in sys.path)}
-        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        with theirs:
-            self.process = subprocess.Popen(  # noqa: S603 - nothing of a request is in its arguments
-                [sys.executable, "-P", "-m", "app.decode.worker", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=(theirs.fileno(),),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the service
-            )
-
-    async def introduce(self, limits: DecodeLimits, config: EncoderConfig) -> None:
-        """Hand over what stays the same for all films, and wait until it is ready for the first."""
-        async with asyncio.timeout(_START_TIMEOUT_S):
-            if await self._ask(pickle.dumps((limits, config)), []) != READY:
-                raise _WorkerDied
-
-    async def ask(self, job: bytes, film: int, result: int) -> bytes:
-        self.num_jobs += 1
-        return await self._ask(job, [film, result])
-
-    async def _ask(self, message: bytes, descriptors: list[int]) -> bytes:
-        async with self._asking:
-            try:
-                socket.send_fds(self._channel, [message], descriptors)
-                answer = await asyncio.get_running_loop().sock_recv(self._channel, MESSAGE_BYTES)
-            except OSError as error:
-                raise _WorkerDied from error
-        if not answer:
-            raise _WorkerDied
-        return answer
-
-    async def end(self) -> None:
-        """Kill it and wait until it is gone and whoever waited for its answer knows."""
-        self.process.kill()
-        await asyncio.to_thread(self.process.wait)
-        async with self._asking:
-            self._channel.close()
+class _NotStarted(Exception):
+    """A worker's process does not come up."""
 
 
 class FilmWorkers:
@@ -89,8 +30,8 @@ class FilmWorkers:
         self._limits = limits
         self._config = config
         self._num_workers = num_workers
-        self._idle: asyncio.Queue[_Worker | None] = asyncio.Queue()  # None: a place whose worker did not start
-        self._workers: list[_Worker] = []
+        self._idle: asyncio.Queue[WorkerProcess | None] = asyncio.Queue()  # None: a place whose worker did not start
+        self._workers: list[WorkerProcess] = []
         self._renewals: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -100,10 +41,17 @@ class FilmWorkers:
         return [worker.process.pid for worker in self._workers]
 
     async def start(self) -> None:
-        """Start all workers and wait until they are ready."""
+        """Start all workers and wait until they are ready.
+
+        Raises:
+            SetupError: one does not start.
+        """
         try:
             for worker in await asyncio.gather(*(self._started() for _ in range(self._num_workers))):
                 self._idle.put_nowait(worker)
+        except _NotStarted as error:
+            await self.close()
+            raise SetupError("a film worker did not start") from error
         except BaseException:
             await self.close()
             raise
@@ -123,8 +71,25 @@ class FilmWorkers:
         Raises:
             InputError: what `prepare_film` refuses the film with; `CorruptMedia` too if it crashes its worker.
             DeadlineExceeded: `film_deadline_s` passed.
+            Starting: no worker could be started.
             Draining: closed.
         """
+        try:
+            try:
+                return await self._prepare_once(data, options)
+            except WorkerDied as error:
+                if not error.was_killed or self._closed:
+                    raise
+            return await self._prepare_once(data, options)
+        except WorkerDied as error:
+            if self._closed:
+                raise Draining("shutting down") from error
+            raise CorruptMedia("film that crashed its decoder") from error
+        except _NotStarted as error:
+            logger.exception("a film worker did not start")
+            raise Starting("film decoders are restarting") from error
+
+    async def _prepare_once(self, data: bytes, options: MediaOptions) -> tuple[FilmFacts, list[Segment]]:
         worker = await self._idle.get()
         is_fit = False
         try:
@@ -139,10 +104,6 @@ class FilmWorkers:
         except InputError:
             is_fit = self._is_fit(worker)
             raise
-        except _WorkerDied as error:
-            if self._closed:
-                raise Draining("shutting down") from error
-            raise CorruptMedia("film that crashed its decoder") from error
         except TimeoutError as error:
             raise DeadlineExceeded(f"film not decoded within {self._limits.film_deadline_s:g} s") from error
         finally:
@@ -151,11 +112,11 @@ class FilmWorkers:
             else:
                 self._renew(worker)
 
-    def _is_fit(self, worker: _Worker | None) -> bool:
+    def _is_fit(self, worker: WorkerProcess | None) -> bool:
         """Whether a worker that has answered as it should may go on."""
         return worker is not None and worker.num_jobs < self._limits.film_worker_max_jobs
 
-    async def _alive(self, worker: _Worker | None) -> _Worker:
+    async def _alive(self, worker: WorkerProcess | None) -> WorkerProcess:
         """The worker itself, or another in place of one that is gone (the kernel may have killed an idle one)."""
         if self._closed:
             raise Draining("shutting down")
@@ -165,34 +126,37 @@ class FilmWorkers:
             await self._end(worker)
         return await self._started()
 
-    async def _started(self) -> _Worker:
-        worker = _Worker()
+    async def _started(self) -> WorkerProcess:
+        try:
+            worker = WorkerProcess()
+        except OSError as error:  # no process, no descriptor, no memory
+            raise _NotStarted from error
         self._workers.append(worker)
         try:
             await worker.introduce(self._limits, self._config)
-        except (TimeoutError, _WorkerDied) as error:
+        except (TimeoutError, WorkerDied) as error:
             await self._end(worker)
-            raise RuntimeError("a film worker did not start") from error
+            raise _NotStarted from error
         except BaseException:
             await self._end(worker)
             raise
         return worker
 
-    async def _end(self, worker: _Worker) -> None:
+    async def _end(self, worker: WorkerProcess) -> None:
         await worker.end()
         if worker in self._workers:
             self._workers.remove(worker)
 
-    def _renew(self, worker: _Worker | None) -> None:
+    def _renew(self, worker: WorkerProcess | None) -> None:
         """Put another worker in place of this one, without keeping anybody waiting for it."""
 
         async def renew() -> None:
-            replacement: _Worker | None = None
+            replacement: WorkerProcess | None = None
             try:
                 if worker is not None:
                     await self._end(worker)
                 replacement = await self._started()
-            except (OSError, RuntimeError):
+            except _NotStarted:
                 logger.exception("a film worker did not start")  # the next film tries again
             finally:
                 self._idle.put_nowait(replacement)

@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import sys
 import time
 from urllib.parse import quote
 
@@ -150,6 +151,56 @@ def test_limit_of_the_escaped_form() -> None:
     assert decode_data_uri("data:," + quote(PNG), len(PNG)) == PNG
     with pytest.raises(LimitExceeded):
         decode_data_uri("data:," + quote(PNG), len(PNG) - 1)
+
+
+def test_a_gap_across_the_steps_of_the_decoder() -> None:
+    """Steps end at multiples of 64 KiB behind the comma: within groups, within blanks, within line breaks."""
+    step = 1 << 16
+    for before in range(step - 5, step + 5):
+        whole = "A" * (before // 4 * 4)
+        for gap in (" ", " " * 9, "\t \r\n \t", "\r\n", " " * 2 * step + "\n", " " * 2 * step):
+            data = decode_data_uri(f"data:;base64,{whole}{gap}QUJD", LIMIT)
+            assert data == bytes(len(whole) // 4 * 3) + b"ABC"
+        assert decode_data_uri(f"data:;base64,{'A' * before} \n {'A' * (-before % 4)}QUJD", LIMIT)[-3:] == b"ABC"
+        if before % 4:
+            with pytest.raises(InvalidRequest, match="blank within"):
+                decode_data_uri(f"data:;base64,{'A' * before} {'A' * (-before % 4)}QUJD", LIMIT)
+        assert decode_data_uri(f"data:;base64,{whole}QQ==", LIMIT) == bytes(len(whole) // 4 * 3) + b"A"
+        assert decode_data_uri(f"data:;base64,{whole}%2B/A%3d%20", LIMIT)[-2:] == b"\xfb\xf0"
+        with pytest.raises(InvalidRequest, match="not base64"):
+            decode_data_uri(f"data:;base64,{whole}QQ==QQ==", LIMIT)
+    with pytest.raises(InvalidRequest, match="alphabets"):
+        decode_data_uri(f"data:;base64,+AAA{'A' * step}_AAA", LIMIT)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "data:;base64," + "AAAA\r\n " * 6_000_000,
+        "data:;base64," + "AAAA" * 10_000_000,
+        "data:;base64," + "%41" * 14_000_000,
+        "data:," + "%41" * 14_000_000,
+    ],
+    ids=["lines and blanks", "plain", "escaped", "escaped bytes"],
+)
+def test_no_call_holds_the_interpreter_for_long(uri: str) -> None:
+    """A whole pass over these 40 MB takes 30 ms and more; CPU time, so that a busy machine is no matter."""
+    before = time.thread_time()
+    longest = 0.0
+
+    def watch(*_: object) -> None:
+        nonlocal before, longest
+        now = time.thread_time()
+        longest = max(longest, now - before)
+        before = now
+
+    sys.setprofile(watch)
+    try:
+        data = decode_data_uri(uri, 1 << 26)
+    finally:
+        sys.setprofile(None)
+    assert len(data) >= 10_000_000
+    assert longest < 0.02
 
 
 def test_costs_little_more_than_the_base64_decoder() -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -23,7 +24,8 @@ import pytest
 from PIL import Image
 
 from app.decode import DecodeLimits, Decoder, MediaOptions, Prepared, film_decord
-from app.errors import CorruptMedia, DeadlineExceeded, Draining, LimitExceeded, UnsupportedMedia
+from app.decode import decoder as decoder_module
+from app.errors import CorruptMedia, DeadlineExceeded, Draining, LimitExceeded, Starting, UnsupportedMedia
 from encoder import EncoderConfig, SetupError, load_config
 from tests.clips import frames_of, make_film, read_number
 
@@ -183,11 +185,70 @@ async def test_m34_a_worker_that_crashes_costs_its_film_only(config: EncoderConf
         (pid,) = made.film_worker_pids
         job = await stopped_while_it_works(made, pid, film)
         waiting = [asyncio.create_task(made.prepare(film, "video", PLAIN)) for _ in range(3)]
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGSEGV)
+        os.kill(pid, signal.SIGCONT)
         with pytest.raises(CorruptMedia, match=r"^film that crashed its decoder$"):
             await job
         assert all(is_right(prepared) for prepared in await asyncio.gather(*waiting))
         assert made.film_worker_pids != [pid]
+
+
+async def test_a_film_whose_worker_the_kernel_killed_gets_another(config: EncoderConfig, film: bytes) -> None:
+    async with decoder(config) as made:
+        (pid,) = made.film_worker_pids
+        job = await stopped_while_it_works(made, pid, film)
+        os.kill(pid, signal.SIGKILL)
+        assert is_right(await job)
+
+
+async def test_a_film_whose_workers_the_kernel_kills_twice_is_refused(config: EncoderConfig, film: bytes) -> None:
+    async with decoder(config, num_workers=2) as made:
+        for pid in made.film_worker_pids:
+            os.kill(pid, signal.SIGSTOP)
+        job = asyncio.create_task(made.prepare(film, "video", PLAIN))
+        await asyncio.sleep(0.1)
+        for pid in made.film_worker_pids:
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.1)
+        with pytest.raises(CorruptMedia, match=r"^film that crashed its decoder$"):
+            await job
+
+
+async def test_workers_that_do_not_start(
+    config: EncoderConfig, film: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with decoder(config) as made:
+        (pid,) = made.film_worker_pids
+        monkeypatch.setattr(sys, "executable", "/bin/false")
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: not alive(pid))
+        for _ in range(2):
+            with pytest.raises(Starting, match=r"^film decoders are restarting$"):
+                await made.prepare(film, "video", PLAIN)
+        assert "a film worker did not start" in caplog.text
+        for executable in ("/bin/false", "/does/not/exist"):
+            monkeypatch.setattr(sys, "executable", executable)
+            with pytest.raises(SetupError, match=r"^a film worker did not start$"):
+                async with decoder(config):
+                    pass
+        monkeypatch.undo()
+        assert is_right(await made.prepare(film, "video", PLAIN))
+
+
+def test_a_worker_needs_no_place_to_write() -> None:
+    script = """
+        import os, tempfile
+        from app.decode import worker
+
+        def refuse():
+            raise FileNotFoundError("No usable temporary directory found")
+
+        tempfile.mkdtemp = refuse
+        worker._stand_nowhere()
+        assert os.getcwd() == f"/proc/{os.getpid()}/fdinfo"
+        assert all(name.isdigit() for name in os.listdir())
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, check=True)
 
 
 async def test_m34_a_cut_avi_is_a_client_error(config: EncoderConfig, film: bytes) -> None:
@@ -302,6 +363,52 @@ async def test_closing_ends_every_worker_and_refuses_films(config: EncoderConfig
         await job
     with pytest.raises(Draining):
         await made.prepare(film, "video", PLAIN)
+
+
+async def test_a_picture_that_takes_long_shows_and_does_not_hold_up_the_end(
+    config: EncoderConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(decoder_module, "prepare_picture", lambda *_: go_on.wait(60))
+    made = Decoder(config, DecodeLimits(), picture_threads=1, film_workers=1)
+    assert made.stuck_s == 0
+    stuck, waiting = (asyncio.create_task(made.prepare(picture(), None, PLAIN)) for _ in range(2))
+    await asyncio.sleep(0.1)
+    with pytest.raises(DeadlineExceeded):
+        await made.prepare(picture(), None, PLAIN, timeout_s=0.3)
+    assert 0.2 < made.stuck_s < 10
+    started = time.perf_counter()
+    await made.close()
+    assert 1.5 < time.perf_counter() - started < 4
+    with pytest.raises(Draining):
+        await waiting
+    with pytest.raises(Draining):
+        await made.prepare(picture(), None, PLAIN)
+    go_on.set()
+    assert await stuck
+    await until(lambda: made.stuck_s == 0)
+
+
+def test_a_picture_that_takes_long_does_not_keep_the_service_from_ending() -> None:
+    script = """
+        import asyncio, time
+        from app.decode import DecodeLimits, Decoder, MediaOptions, decoder
+        from encoder import load_config
+
+        async def main():
+            decoder.prepare_picture = lambda *_: time.sleep(60)
+            made = Decoder(load_config("demo:k3-tiny"), DecodeLimits(), picture_threads=1, film_workers=1)
+            try:
+                await made.prepare(b"BM", None, MediaOptions(), timeout_s=0.2)
+            except Exception as error:
+                print(type(error).__name__)
+            await made.close()
+
+        asyncio.run(main())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=40, check=True)
+    assert done.stdout == "DeadlineExceeded\n"
 
 
 def test_workers_die_with_the_service_however_it_dies() -> None:

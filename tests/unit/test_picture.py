@@ -159,27 +159,6 @@ def test_m10_any_format_cut_short_is_corrupt(picture_format: str, kept: float, c
         prepare(data[: max(int(len(data) * kept), 32)], config)
 
 
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_blocks": 3}, {"subsampling": 0}])
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_a_jpeg_without_its_end_marker_is_whole(options: dict[str, Any], mode: str, config: EncoderConfig) -> None:
-    data = saved(noise(83, 61).convert(mode), "JPEG", quality=90, **options)
-    whole = opened(data, config).tobytes()
-    for missing in (1, 2):
-        assert opened(data[:-missing], config).tobytes() == whole
-
-
-@pytest.mark.parametrize("progressive", [False, True])
-def test_a_jpeg_that_lost_more_than_its_end_marker_is_corrupt(progressive: bool, config: EncoderConfig) -> None:
-    """Every cut through the last bytes of image data, and one exactly between two scans of a progressive file."""
-    data = saved(noise(83, 61), "JPEG", quality=90, progressive=progressive)
-    last_scan = data.rindex(b"\xff\xda")
-    last_tables = data.rindex(b"\xff\xc4", 0, last_scan)
-    cuts = [*range(len(data) - 40, len(data) - 3), *([last_tables, last_scan, last_scan + 5] if progressive else [])]
-    for cut in cuts:
-        with pytest.raises(CorruptMedia):
-            opened(data[:cut], config)
-
-
 def test_m11_messages_are_fixed(config: EncoderConfig) -> None:
     """Known first bytes with nothing behind them: the message never depends on what the library says."""
     for start in (b"\xff\xd8\xff\xe0", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"BM", b"RIFF\x00\x00\x00\x00WEBP"):

@@ -5,7 +5,7 @@ import io
 import pytest
 from PIL import Image
 
-from app.decode.sniff import settle_kind, sniff
+from app.decode.sniff import identify, settle_kind, sniff
 from app.errors import UnsupportedMedia
 from tests.clips import make_film
 
@@ -65,6 +65,15 @@ def test_a_gif_may_be_a_film() -> None:
     found = sniff(saved("GIF", num_frames=3))
     assert settle_kind(found, None) == "image"
     assert settle_kind(found, "video") == "video"
+
+
+def test_identify_is_both_steps() -> None:
+    animation = saved("GIF", num_frames=3)
+    assert (identify(animation, None), identify(animation, "video")) == ("image", "video")
+    with pytest.raises(UnsupportedMedia, match="a still picture"):
+        identify(saved("PNG"), "video")
+    with pytest.raises(UnsupportedMedia, match="no picture or film"):
+        identify(b"text", None)
 
 
 @pytest.mark.parametrize(
