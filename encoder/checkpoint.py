@@ -28,27 +28,34 @@ def load_config(path: str | Path, *, rms_norm_eps: float | None = None) -> Encod
         SetupError: an epsilon for a tower without RMSNorm.
     """
     source = str(path)
+    parsed: dict[str, Any]
+    preprocessor: dict[str, Any] | None
     if is_demo_spec(source):
         parsed, preprocessor = demo_config(source)
-        config = parse_config(parsed, preprocessor, source=source)
     else:
-        parsed, preprocessor_or_none = read_json_files(Path(path))
-        config = parse_config(parsed, preprocessor_or_none, source=source)
+        directory = Path(path).expanduser()
+        source = str(directory)
+        parsed, preprocessor = read_json_files(directory)
+    config = parse_config(parsed, preprocessor, source=source)
     if rms_norm_eps is None:
         return config
     if config.vision.norm_type != "rmsnorm":
         raise SetupError(f"{source}: an RMSNorm epsilon was given, but the tower's norms are {config.vision.norm_type}")
-    if not 0 < rms_norm_eps < 1:
-        raise SetupError(f"RMSNorm epsilon of {rms_norm_eps}: must be between 0 and 1")
+    if not isinstance(rms_norm_eps, int | float) or not 0 < rms_norm_eps < 1:
+        raise SetupError(f"RMSNorm epsilon of {rms_norm_eps!r}: must be between 0 and 1")
     return config.with_norm_eps(rms_norm_eps)
 
 
 def read_json_files(directory: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """config.json, and preprocessor_config.json or None where there is none."""
-    if not directory.is_dir():
+    try:
+        is_directory = directory.is_dir()
+    except OSError as error:
+        raise CheckpointMismatch(f"{str(directory)[:200]} cannot be read: {error.strerror}") from error
+    if not is_directory:
         raise CheckpointMismatch(f"{directory} is neither a checkpoint directory nor a demo model")
     preprocessor = directory / PREPROCESSOR_FILE
-    return read_json(directory / CONFIG_FILE), read_json(preprocessor) if preprocessor.exists() else None
+    return read_json(directory / CONFIG_FILE), read_json(preprocessor) if _is_there(preprocessor) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -59,7 +66,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointMismatch(f"{path} is missing") from error
     except OSError as error:
         raise CheckpointMismatch(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointMismatch(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointMismatch(f"{path} must hold a JSON object, got {type(value).__name__}")
@@ -73,7 +80,7 @@ def find_tensors(directory: Path) -> dict[str, Path]:
         CheckpointMismatch: no index and no model.safetensors, or an index without a sound weight_map.
     """
     index = directory / INDEX_FILE
-    if not index.exists():
+    if not _is_there(index):
         path = directory / WEIGHTS_FILE
         return dict.fromkeys(_ours(open_safetensors(path).keys()), path)
     weight_map = read_json(index).get("weight_map")
@@ -85,10 +92,12 @@ def find_tensors(directory: Path) -> dict[str, Path]:
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointMismatch(f"{index}: {name} is in {shard!r}, which is not a file name")
         found[name] = directory / shard
-    # A shard may hold tensors under our prefixes that the index forgot: they are seen, and refused as left over.
+    # A shard may hold tensors under our prefixes that the index forgot: they are seen, and refused as left over. What
+    # the index does name is taken from where it says, and from nowhere else.
     for path in sorted(set(found.values())):
-        if path.exists():
-            found |= dict.fromkeys(_ours(open_safetensors(path).keys()), path)
+        for name in _ours(open_safetensors(path).keys()) if path.exists() else ():
+            if found.setdefault(name, path) != path:
+                raise CheckpointMismatch(f"{path} holds {name} too; the index places it in {found[name].name}")
     return found
 
 
@@ -100,6 +109,11 @@ def open_safetensors(path: Path) -> Any:
         raise CheckpointMismatch(f"{path} is missing") from error
     except (OSError, SafetensorError) as error:
         raise CheckpointMismatch(f"{path} is not a readable safetensors file: {error}") from error
+
+
+def _is_there(path: Path) -> bool:
+    """A link that leads nowhere counts: reading it then says what is wrong."""
+    return path.exists() or path.is_symlink()
 
 
 def _ours(names: Any) -> list[str]:

@@ -1,7 +1,6 @@
 """`EncoderConfig`: what a checkpoint's `config.json` and `preprocessor_config.json` say, checked once and frozen."""
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
@@ -15,6 +14,10 @@ Family = Literal["kimi_k3", "kimi_k25"]
 # The reference leaves the tower's RMSNorm epsilon unset; PyTorch then takes float32's machine epsilon, for bf16 too.
 RMS_NORM_EPS = 2.0**-23
 DEMO_KEY = "demo_weights"  # the one key of `config.json` that is ours: written with demo weights, and nowhere else
+# Bounds that no real model comes near; beyond them arithmetic or memory would fail somewhere less clear.
+MAX_INTEGER = 1 << 24
+MAX_COUNT = 1024  # layers, and rows of the time table
+MAX_NUMBER = 1e6
 ROPE_BASE = 10_000.0
 ROPE_MAX_SIDE = 512  # the reference's angle table has 512 x 512 positions
 
@@ -95,18 +98,18 @@ class EncoderConfig:
         return replace(self, vision=replace(self.vision, norm_eps=norm_eps))
 
 
+# `activation_func` and `projector_hidden_act` are missing on purpose: the reference ignores both and always takes the
+# tanh GELU in the blocks and the erf GELU in the projector.
 _COMMON = {
     "patch_size": 14,
     "vt_num_hidden_layers": 27,
     "mlp_type": "mlp2",
-    "activation_func": "gelu_pytorch_tanh",
     "init_pos_emb_height": 64,
     "init_pos_emb_width": 64,
     "init_pos_emb_time": 4,
     "pos_emb_type": "divided_fixed",
     "merge_kernel_size": [2, 2],
     "merge_type": "sd2_tpool",
-    "projector_hidden_act": "gelu",
     "projector_ln_eps": 1e-5,
     "text_hidden_size": 7168,
 }
@@ -276,6 +279,12 @@ def _vision(section: Any, family: Family, refuse: _Refuse) -> VisionConfig:
         refuse(f"{where}.vt_hidden_size is {hidden}, must be even (the time term is half sines, half cosines)")
     if qkv % heads or (qkv // heads) % 4:
         refuse(f"{where}: {qkv} attention channels over {heads} heads; the head size must be a multiple of 4")
+    for key in ("vt_num_hidden_layers", "init_pos_emb_time"):
+        if integer(key) > MAX_COUNT:
+            refuse(f"{where}.{key} is {keys[key]}, allowed up to {MAX_COUNT}")
+    eps = _number(keys["projector_ln_eps"], f"{where}.projector_ln_eps", refuse)
+    if eps <= 0:
+        refuse(f"{where}.projector_ln_eps must be positive, got {eps}")
     mm_hidden = section.get("mm_hidden_size")  # null: as the tower
     if mm_hidden is not None and mm_hidden != hidden:
         refuse(f"{where}.mm_hidden_size is {mm_hidden!r}, must equal vt_hidden_size {hidden}")
@@ -296,7 +305,7 @@ def _vision(section: Any, family: Family, refuse: _Refuse) -> VisionConfig:
         pos_emb_interpolation_mode=keys["pos_emb_interpolation_mode"],
         merge_kernel_size=(2, 2),
         mm_projector_type=keys["mm_projector_type"],
-        projector_ln_eps=_number(keys["projector_ln_eps"], f"{where}.projector_ln_eps", refuse),
+        projector_ln_eps=eps,
         text_hidden_size=integer("text_hidden_size"),
         norm_eps=RMS_NORM_EPS if keys["norm_type"] == "rmsnorm" else 1e-5,
     )
@@ -308,7 +317,7 @@ def _media(section: Any, family: Family, refuse: _Refuse) -> MediaConfig:
         refuse(f"{where} must be an object, got {type(section).__name__}")
     # The two transparency keys mean something by being absent, so the family never fills them in.
     defaults = {k: v for k, v in FAMILY_MEDIA[family].items() if not k.startswith("transparent_bg")}
-    keys = defaults | {key: section[key] for key in section}
+    keys = defaults | dict(section)
 
     def integer(key: str) -> int:
         return _integer(keys[key], f"{where}.{key}", refuse)
@@ -325,8 +334,8 @@ def _media(section: Any, family: Family, refuse: _Refuse) -> MediaConfig:
     if keys["timestamp_mode"] not in ("hh:mm:ss.fff", "mm:ss.fff", "mm:ss"):
         refuse(f"{where}.timestamp_mode is {keys['timestamp_mode']!r}, implemented: hh:mm:ss.fff, mm:ss.fff, mm:ss")
     std = triple("image_std")
-    if min(std) <= 0:
-        refuse(f"{where}.image_std must be positive, got {list(std)}")
+    if min(std) < 1 / MAX_NUMBER:
+        refuse(f"{where}.image_std must be at least {1 / MAX_NUMBER:g}, got {list(std)}")
     sample_fps = _number(keys["sample_fps"], f"{where}.sample_fps", refuse)
     if sample_fps <= 0:
         refuse(f"{where}.sample_fps must be positive, got {sample_fps}")
@@ -360,24 +369,34 @@ def _chessboard(keys: Mapping[str, Any], where: str, refuse: _Refuse) -> Chessbo
     default = Chessboard()
     levels = [board.get("chessboard_white_value", default.white), board.get("chessboard_gray_value", default.gray)]
     for level in levels:
-        if not isinstance(level, int) or not 0 <= level <= 255:
+        if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level <= 255:
             refuse(f"{where}.transparent_bg_config: levels must be 0 to 255, got {level!r}")
     square = board.get("chessboard_square_size", default.square_px)
+    white_first = board.get("chessboard_square_on_top_left", default.white_on_top_left)
+    if not isinstance(white_first, bool):
+        refuse(
+            f"{where}.transparent_bg_config.chessboard_square_on_top_left must be true or false, got {white_first!r}"
+        )
     return Chessboard(
         square_px=_integer(square, f"{where}.transparent_bg_config.chessboard_square_size", refuse),
-        white_on_top_left=bool(board.get("chessboard_square_on_top_left", default.white_on_top_left)),
+        white_on_top_left=white_first,
         white=levels[0],
         gray=levels[1],
     )
 
 
 def _integer(value: Any, where: str, refuse: _Refuse) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        refuse(f"{where} must be a positive integer, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_INTEGER:
+        refuse(f"{where} must be an integer from 1 to {MAX_INTEGER}, got {_shown(value)}")
     return int(value)
 
 
 def _number(value: Any, where: str, refuse: _Refuse) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        refuse(f"{where} must be a finite number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_NUMBER:
+        refuse(f"{where} must be a number of magnitude up to {MAX_NUMBER:g}, got {_shown(value)}")
     return float(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

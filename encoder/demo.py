@@ -74,7 +74,7 @@ def demo_tensor(spec: str, name: str, shape: tuple[int, ...]) -> Tensor:
     # Integers n + 1/2 from -32767.5 to 32767.5 have the deviation 65536 / sqrt(12).
     factor = np.float32(deviation) * np.sqrt(np.float32(12)) / np.float32(65536)
     stream = _stream(f"{spec}/{name}")
-    out = torch.empty(shape, dtype=torch.bfloat16)
+    out = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
     flat = out.view(-1)
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK]

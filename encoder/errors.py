@@ -26,7 +26,7 @@ class DeviceOutOfMemory(Unavailable):
 
 
 class NonFiniteResult(EncoderError):
-    """The tower produced a value that is not finite: a bug or a broken kernel, never the caller's fault."""
+    """The tower produced a value that is not finite: a bug, a broken kernel, or weights that overflow the dtype."""
 
 
 class SetupError(EncoderError, ValueError):

@@ -29,7 +29,7 @@ def export_checkpoint(source: str | Path, directory: str | Path, *, progress: Pr
         SetupError: the directory exists and is not empty, or cannot be written.
         CheckpointMismatch: the source cannot be read.
     """
-    target = Path(directory)
+    target = Path(directory).resolve()  # a link is followed, not replaced
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise SetupError(f"{target} exists and is not an empty directory; nothing was written")
     config = load_config(source)

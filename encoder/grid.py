@@ -4,6 +4,7 @@ Source: the released Kimi-K3 image processor and Kimi-K2.5 video processor (`nav
 """
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -140,6 +141,9 @@ def largest_segment(media: MediaConfig) -> int:
     return max(worst(media.in_patch_limit), *chunks)
 
 
+MIN_FPS, MAX_FPS = 1e-6, 1e6  # frames per second; one frame in eleven days is no video, and no clock ticks faster
+
+
 @dataclass(frozen=True)
 class VideoPlan:
     """Which frames of a video are read, and how they are cut into chunks (one segment each).
@@ -172,12 +176,15 @@ def plan_video(
     Raises:
         InvalidSegment: a count or rate that is not positive.
     """
-    rate = config.media.sample_fps if sample_fps is None else sample_fps
+    num_frames, max_frames = _integer(num_frames, "num_frames"), max_frames and _integer(max_frames, "max_frames")
+    # In double whatever came: a Fraction, as some decoders give, would print other milliseconds.
+    fps = _double(fps, "frame rate")
+    rate = _double(config.media.sample_fps if sample_fps is None else sample_fps, "sample rate")
     if num_frames < 1:
         raise InvalidSegment(f"video of {num_frames} frames: at least 1 is needed")
     for name, value in (("frame rate", fps), ("sample rate", rate)):
-        if not (math.isfinite(value) and value > 0):
-            raise InvalidSegment(f"video {name} of {value} frames per second: must be positive and finite")
+        if not MIN_FPS <= value <= MAX_FPS:
+            raise InvalidSegment(f"video {name} of {value} frames per second, allowed {MIN_FPS:g} to {MAX_FPS:g}")
     if max_frames is not None and max_frames < 1:
         raise InvalidSegment(f"max_frames of {max_frames}: must be at least 1")
     kept = max(round((num_frames * min(rate, fps)) / fps), 1)
@@ -188,6 +195,22 @@ def plan_video(
     chunks = [indices[i : i + size] for i in range(0, kept, size)]
     starts = [chunk[0] / fps for chunk in chunks]
     return VideoPlan(indices, chunks, starts, [timestamp(s, config.media.timestamp_mode) for s in starts])
+
+
+def _integer(value: int, name: str) -> int:
+    if isinstance(value, bool):
+        raise InvalidSegment(f"video {name} must be an integer, got {value}")
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise InvalidSegment(f"video {name} must be an integer, got {value!r}") from error
+
+
+def _double(value: float, name: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidSegment(f"video {name} must be a number, got {value!r}") from error
 
 
 def _linspace(num_frames: int, kept: int) -> list[int]:

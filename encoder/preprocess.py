@@ -42,6 +42,8 @@ def preprocess_image(image: Image.Image, config: EncoderConfig) -> Segment:
     Raises:
         InvalidSegment: a picture without pixels. A picture not yet loaded is loaded here, with Pillow's own errors.
     """
+    if not isinstance(image, Image.Image):
+        raise InvalidSegment(f"image must be a PIL picture, got {type(image).__name__}")
     image.load()  # what a file says only after its pixels, transparency for example, counts too
     media = config.media
     plan = plan_image(image.width, image.height, media)

@@ -51,10 +51,11 @@ def resolve(
         return _resolve_auto(device, dtype, head_dim, backends)
     table = {entry.name: entry for entry in backends}
     entry = table.get(ALIASES.get(name, name)) if isinstance(name, str) else None
+    usable = [other.name for other in backends if other.why_not(device, dtype, head_dim) is None]
     if entry is None:
-        raise UnknownBackend(_unknown(name, family, list(table)))
+        by_itself = [each for each in usable if not table[each].by_name_only(device)]
+        raise UnknownBackend(_unknown(name, family, table, by_itself))
     if reason := entry.why_not(device, dtype, head_dim):
-        usable = [other.name for other in backends if other.why_not(device, dtype, head_dim) is None]
         raise NoUsableBackend(
             f"Attention backend {entry.name} cannot run {_here(device, dtype, head_dim)}: {reason}\n"
             f"What would run: {', '.join([AUTO, *usable]) if usable else 'nothing'}"
@@ -80,22 +81,22 @@ def _here(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     return f"here (device {device}, {str(dtype).removeprefix('torch.')}, head size {head_dim})"
 
 
-def _unknown(name: object, family: str, known: list[str]) -> str:
-    shown = name if isinstance(name, str) and name.strip() else repr(name)
+def _unknown(name: object, family: str, table: dict[str, Entry], usable: list[str]) -> str:
+    shown = name if isinstance(name, str) and name.strip() and name.isprintable() else repr(name)
     lines = [
-        f"Unsupported {FAMILY_TITLES.get(family, family)} vision attention backend: {shown}",
-        f"Choose {AUTO} or one of: {', '.join(known)}.",
+        f"Unsupported {FAMILY_TITLES.get(family, family)} vision attention backend: {shown[:80]}",
+        f"Choose {AUTO} or one of: {', '.join(table)}.",
     ]
     if isinstance(name, str):
+        words = [AUTO, *table, *ALIASES, *FOREIGN]
         if name in FOREIGN:
-            what, closest = FOREIGN[name]
-            lines.append(f"{name} is {what}; the closest here is {closest}.")
-        elif near := difflib.get_close_matches(
-            name.strip().lower(), [AUTO, *known, *ALIASES, *FOREIGN], n=1, cutoff=0.7
-        ):
-            lines[-1] += f" Did you mean {_ours(near[0])}?"
+            lines.append(f"{name} is {FOREIGN[name][0]}; the closest here is {_ours(name, usable)}.")
+        elif near := difflib.get_close_matches(name.strip().lower()[:80], words, n=1, cutoff=0.7):
+            lines[-1] += f" Did you mean {_ours(near[0], usable)}?"
     return "\n".join(lines)
 
 
-def _ours(name: str) -> str:
-    return FOREIGN[name][1] if name in FOREIGN else ALIASES.get(name, name)
+def _ours(name: str, usable: list[str]) -> str:
+    """Our name for another stack's: of several, the first that would run here."""
+    closest = FOREIGN[name][1] if name in FOREIGN else (ALIASES.get(name, name),)
+    return next((ours for ours in closest if ours in usable), closest[0])

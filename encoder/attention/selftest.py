@@ -59,7 +59,7 @@ def measure_error(
     oracle, errors = ReferenceAttention(), []
     for lengths in batches:
         # Twice unit variance in q gives scores of standard deviation 2: far from uniform, far from one-hot.
-        packed = torch.randn(sum(lengths), 3, num_heads, head_dim, generator=generator)
+        packed = torch.randn(sum(lengths), 3, num_heads, head_dim, generator=generator, device="cpu")
         packed[:, 0] *= 2
         q, k, v = packed.to(device, dtype).unbind(1)
         cu_seqlens = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)

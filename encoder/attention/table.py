@@ -188,13 +188,13 @@ BACKENDS: tuple[Entry, ...] = (
 ALIASES = {"triton_attn": "triton"}
 """Other stacks' names for what is in the table."""
 
-FOREIGN = {
-    "flash_attention_2": ("Hugging Face's name for FlashAttention-2", "flashinfer"),
-    "eager": ("Hugging Face's name for attention in plain PyTorch", "reference"),
-    "torch_native": ("SGLang's name for PyTorch's own attention", "sdpa"),
-    "ascend_attn": ("SGLang's backend for Ascend NPUs", "sdpa"),
-    "aiter_attn": ("SGLang's backend for AMD GPUs (AITER)", "sdpa"),
-    "amx_attn": ("SGLang's backend for CPUs with AMX", "sdpa"),
-    "xpu_attn": ("SGLang's backend for Intel GPUs", "sdpa"),
+FOREIGN: dict[str, tuple[str, tuple[str, ...]]] = {
+    "flash_attention_2": ("Hugging Face's name for FlashAttention-2", ("flashinfer", "triton", "sdpa")),
+    "eager": ("Hugging Face's name for attention in plain PyTorch", ("reference",)),
+    "torch_native": ("SGLang's name for PyTorch's own attention", ("sdpa",)),
+    "ascend_attn": ("SGLang's backend for Ascend NPUs", ("sdpa",)),
+    "aiter_attn": ("SGLang's backend for AMD GPUs (AITER)", ("sdpa",)),
+    "amx_attn": ("SGLang's backend for CPUs with AMX", ("sdpa",)),
+    "xpu_attn": ("SGLang's backend for Intel GPUs", ("sdpa",)),
 }
-"""Names that mean something elsewhere -> (what they are, the closest of ours)."""
+"""Names that mean something elsewhere -> (what they are, ours from the closest on)."""

@@ -89,12 +89,20 @@ class TritonAttention:
         self._shared_bytes = 2**30 if interpreted else _shared_bytes(device)
 
     def plan(self, lengths: Sequence[int], cu_seqlens: Tensor) -> Attend:
-        tiling = choose_tiling(lengths, self._head_dim, self._columns, self._itemsize, self._shared_bytes)
+        tiling = self.choose_tiling(lengths)
         host_tiles = torch.from_numpy(list_tiles(lengths, tiling.block_m))
         if self._device.type == "cuda":
             # A fresh pinned block for each plan: PyTorch hands it out again only once this copy has been made.
             host_tiles = host_tiles.pin_memory()
         tiles = host_tiles.to(self._device, non_blocking=True)
+        return self.over(tiles, tiling)
+
+    def choose_tiling(self, lengths: Sequence[int]) -> Tiling:
+        """For this device and model, see the function of this name."""
+        return choose_tiling(lengths, self._head_dim, self._columns, self._itemsize, self._shared_bytes)
+
+    def over(self, tiles: Tensor, tiling: Tiling) -> Attend:
+        """Attend over a list of `list_tiles` on the device; what it says when a launch runs counts."""
         return lambda q, k, v: self._launch(q, k, v, tiles, tiling)
 
     def _launch(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, tiling: Tiling) -> Tensor:

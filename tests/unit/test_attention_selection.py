@@ -56,7 +56,7 @@ class TestUnknownNames:
             (" sdpa ", "sdpa"),
             ("flash_infer", "flashinfer"),
             ("triton_atn", "triton"),
-            ("flash_attn_2", "flashinfer"),
+            ("flash_attn_2", "sdpa"),
             ("Auto", "auto"),
         ],
     )
@@ -70,7 +70,7 @@ class TestUnknownNames:
     @pytest.mark.parametrize(
         ("name", "hint"),
         [
-            ("flash_attention_2", "Hugging Face's name for FlashAttention-2; the closest here is flashinfer."),
+            ("flash_attention_2", "Hugging Face's name for FlashAttention-2; the closest here is sdpa."),
             ("eager", "Hugging Face's name for attention in plain PyTorch; the closest here is reference."),
             ("torch_native", "SGLang's name for PyTorch's own attention; the closest here is sdpa."),
             ("ascend_attn", "SGLang's backend for Ascend NPUs; the closest here is sdpa."),

@@ -1,6 +1,7 @@
 """Configuration files and the search for tensors."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,49 @@ def test_a_truncated_weight_file_is_named(tmp_path: Path) -> None:
 def test_no_weight_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatch, match=r"model\.safetensors is missing"):
         find_tensors(tmp_path)
+
+
+def test_a_tensor_in_another_shard_than_the_index_says_is_refused(tmp_path: Path) -> None:
+    """Else which of the two is read would be a matter of file names."""
+    weight_map = {"vision_tower.a": "1.safetensors", "vision_tower.b": "2.safetensors"}
+    write_json(tmp_path / "model.safetensors.index.json", {"weight_map": weight_map})
+    save_file(tensors("vision_tower.a"), tmp_path / "1.safetensors")
+    save_file(tensors("vision_tower.a", "vision_tower.b"), tmp_path / "2.safetensors")
+    with pytest.raises(CheckpointMismatch, match=r"2\.safetensors holds vision_tower\.a too; the index places it in 1"):
+        find_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"), [("preprocessor_config.json", load_config), ("model.safetensors.index.json", find_tensors)]
+)
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, name: str, read: Callable[[Path], object]) -> None:
+    write_json(tmp_path / "config.json", {"model_type": "kimi_k3"})
+    save_file(tensors("vision_tower.a"), tmp_path / "model.safetensors")
+    (tmp_path / name).symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointMismatch, match=f"{name} is missing"):
+        read(tmp_path)
+
+
+def test_a_home_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    write_json(tmp_path / "model" / "config.json", {"model_type": "kimi_k3"})
+    assert load_config("~/model").source == str(tmp_path / "model")
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, '{"model_type": ' * 100_000])
+def test_json_that_is_too_deep_is_not_json(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointMismatch, match=r"config\.json is not JSON"):
+        load_config(tmp_path)
+
+
+def test_a_path_of_any_length_is_answered() -> None:
+    with pytest.raises(CheckpointMismatch, match="cannot be read"):
+        load_config("x" * 5000)
+
+
+@pytest.mark.parametrize("eps", ["small", float("nan"), 0, 1])
+def test_an_epsilon_that_is_none_is_refused(eps: float) -> None:
+    with pytest.raises(SetupError, match="must be between 0 and 1"):
+        load_config("demo:k3-tiny", rms_norm_eps=eps)

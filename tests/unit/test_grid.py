@@ -1,9 +1,15 @@
 """Geometry in integers; the expected values are those of the specification's tables or recomputable in the comment."""
 
+import json
+from dataclasses import asdict
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from encoder import load_config
 from encoder.config import FAMILY_MEDIA, EncoderConfig, Family, parse_config
 from encoder.errors import InvalidSegment
 from encoder.grid import (
@@ -237,3 +243,33 @@ def test_timestamp_modes_without_hours(mode: str, printed: str) -> None:
 def test_plan_video_prints_in_the_checkpoints_mode() -> None:
     plan = plan_video(8, 2.0, config("kimi_k25", timestamp_mode="mm:ss"))
     assert plan.timestamps == ["00:00", "00:02"]
+
+
+def test_a_plan_is_in_double_and_plain_types_whatever_it_is_asked_with() -> None:
+    config = load_config("demo:k25-tiny")
+    plain = plan_video(100, 25.0, config)
+    assert plain.timestamps[1] == "00:00:02.279"
+    for num_frames, fps in ((np.int64(100), np.float64(25)), (100, Fraction(25)), (100, 25), (torch.tensor(100), "25")):
+        plan = plan_video(num_frames, fps, config)  # type: ignore[arg-type]
+        assert plan == plain
+        assert json.loads(json.dumps(asdict(plan))) == asdict(plain)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        ((100.0, 25), {}),
+        ((float("nan"), 25), {}),
+        ((True, 25), {}),
+        ((100, 5e-324), {}),
+        ((100, 1e308), {"sample_fps": 1e308}),
+        ((100, "fast"), {}),
+        ((100, 10**400), {}),
+        ((100, 25), {"max_frames": 2.5}),
+        ((100, 25), {"max_frames": True}),
+        ((100, 25), {"max_frames": 0}),
+    ],
+)
+def test_a_plan_of_nonsense_is_refused(arguments: Any, options: Any) -> None:
+    with pytest.raises(InvalidSegment):
+        plan_video(*arguments, load_config("demo:k25-tiny"), **options)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from encoder import load_config
 from encoder.config import EncoderConfig, parse_config
 from encoder.errors import InvalidSegment
 from encoder.grid import Grid
@@ -123,3 +124,51 @@ def test_normalize_takes_each_channels_own_mean_and_deviation() -> None:
     config: EncoderConfig = parse_config({"model_type": "kimi_k3"}, {"media_proc_cfg": media}, source="k3")
     # 51 is 0.2 of 255: (0.2 - 0) / 1, (0.2 - 0.2) / 0.5, (0.2 - 0.4) / 0.25
     torch.testing.assert_close(normalize(pixels(1, 51), config)[0, :, 0, 0], torch.tensor([0.2, 0.0, -0.8]))
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        None,
+        5,
+        torch.tensor(3),
+        torch.tensor([1.0, 2.0, 2.0]),
+        torch.tensor([True, True, True]),
+        (np.array(1.7), 2, 2),
+        (torch.tensor(True), 2, 2),
+        (np.bool_(True), 2, 2),
+        (1.0, 2, 2),
+        "122",
+        (1, 2),
+        (1, 2, 2, 1),
+    ],
+)
+def test_a_grid_is_three_integers_and_nothing_that_rounds_to_them(grid: Any) -> None:
+    with pytest.raises(InvalidSegment, match="grid_thw must be three integers"):
+        Segment(torch.zeros(4, 3, 14, 14), grid)
+
+
+@pytest.mark.parametrize("grid", [torch.tensor([1, 2, 2]), np.array([1, 2, 2]), [np.int64(1), torch.tensor(2), 2]])
+def test_integers_of_any_kind_make_a_grid(grid: Any) -> None:
+    made = Segment(torch.zeros(4, 3, 14, 14), grid).grid_thw
+    assert made == Grid(1, 2, 2)
+    assert all(type(side) is int for side in made)
+
+
+@pytest.mark.parametrize("pixels", [np.zeros((4, 3, 14, 14)), torch.zeros(4, 3, 14, 14).to_sparse(), None])
+def test_pixels_are_a_dense_tensor(pixels: Any) -> None:
+    with pytest.raises(InvalidSegment, match="dense torch tensor"):
+        Segment(pixels, (1, 2, 2))
+
+
+def test_pack_takes_any_iterable_and_refuses_what_is_no_segment() -> None:
+    config = load_config("demo:k3-tiny")
+    pixels = torch.zeros(4, 3, 14, 14)
+    assert len(pack((Segment(pixels, (1, 2, 2)) for _ in range(3)), config)) == 3
+    with pytest.raises(InvalidSegment, match=r"segments\[1\] must be a Segment, got Tensor"):
+        pack([Segment(pixels, (1, 2, 2)), pixels], config)  # type: ignore[list-item]
+
+
+def test_pack_refuses_pixels_that_were_never_normalised() -> None:
+    with pytest.raises(InvalidSegment, match=r"not normalised \(magnitude 3e\+38, allowed up to 10000\)"):
+        pack([Segment(torch.full((4, 3, 14, 14), 3e38), (1, 2, 2))], load_config("demo:k3-tiny"))
