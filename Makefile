@@ -61,6 +61,7 @@ gpu-test: $(INSTALLED)  ## run the tests that need a CUDA device
 gpu-bench: $(INSTALLED)  ## measure on the GPU, write benchmarks/results/*.json and the README
 	@scripts/check_gpu.sh
 	$(PY) -m benchmarks.attention
+	$(PY) -m benchmarks.tower
 	$(PY) scripts/readme_tables.py
 
 clean: stop  ## remove .venv, logs and caches

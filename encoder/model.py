@@ -8,7 +8,7 @@ Source: Kimi-K3 and Kimi-K2.5 `MoonViT3dPretrainedModel`, `PatchMergerMLP`, `Pat
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from encoder.attention import Attend
 from encoder.config import EncoderConfig, VisionConfig
 from encoder.grid import Grid
-from encoder.position import apply_rope, pos_emb, rope_table, time_table
-from encoder.segments import normalize
+from encoder.ops import PLAIN, Norm, Ops
+from encoder.position import KEPT_BYTES, FrameTables, pos_emb, rope_table, time_table
 
 # On a CPU the MLP takes this many patches at a time: its wide middle then stays in memory that is used again. Taken
 # whole it is fresh pages in every layer (345,000 page faults for 1,536 patches of the full K2.5 tower, none in blocks).
@@ -26,11 +26,16 @@ CPU_MLP_ROWS = 1024
 
 
 class MoonViT3d(nn.Module):
-    """Vision tower and projector of one checkpoint; `state_dict()` has the checkpoint's keys and no others."""
+    """Vision tower and projector of one checkpoint; `state_dict()` has the checkpoint's keys and no others.
+
+    Attributes:
+        ops: how the steps between the products are done; the plain ones run everywhere.
+    """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.ops = PLAIN
         self.vision_tower = VisionTower(config.vision)
         self.mm_projector = Projector(config.vision)
 
@@ -44,38 +49,45 @@ class MoonViT3d(nn.Module):
         Returns:
             (M, E) in the model's dtype, segment order kept.
         """
-        x = self.vision_tower(normalize(pixel_values, self.config), grids, attend)
-        merged = merge_patches(x, grids, self.config.vision.merge_kernel_size)
-        projected: Tensor = self.mm_projector(merged)
+        x, rope = self.embed(pixel_values, grids)
+        return self.project(self.vision_tower.encoder(x, rope, attend, self.ops), grids)
+
+    def embed(self, pixel_values: Tensor, grids: Sequence[Grid]) -> tuple[Tensor, Tensor]:
+        """(L, 3, P, P) -> what enters the blocks: the residual stream (L, D), and (L, Dh / 2) of `rope_table`."""
+        patches = self.ops.patches(pixel_values, self.config, self.vision_tower.patch_embed.proj.weight.dtype)
+        embedded: Tensor = self.vision_tower.patch_embed(patches, grids)
+        return embedded, self.vision_tower.rope(grids, embedded.device)
+
+    def project(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """(L, D) as it leaves the tower -> (M, E)."""
+        projected: Tensor = self.mm_projector(self.ops.merge_patches(x, grids, self.config.vision.merge_kernel_size))
         return projected
 
 
 class VisionTower(nn.Module):
-    """(L, 3, P, P) -> (L, D)."""
+    """What turns patches (L, 3 * P * P) into (L, D): the two parts, and the rotation that the blocks share."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.patch_embed = PatchEmbed(config)
         self.encoder = Encoder(config)
+        self._rope_frames = FrameTables(KEPT_BYTES)
 
-    def forward(self, pixel_values: Tensor, grids: Sequence[Grid], attend: Attend) -> Tensor:
-        embedded: Tensor = self.patch_embed(pixel_values, grids)
-        rope = rope_table(grids, self.head_dim, embedded.device)
-        encoded: Tensor = self.encoder(embedded, rope, attend)
-        return encoded
+    def rope(self, grids: Sequence[Grid], device: torch.device) -> Tensor:
+        return rope_table(grids, self.head_dim, device, self._rope_frames)
 
 
 class PatchEmbed(nn.Module):
-    """Project each patch to the tower's width and add its position: (L, 3, P, P) -> (L, D)."""
+    """Project each patch to the tower's width and add its position: (L, 3 * P * P) -> (L, D)."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.proj = PatchProjection(config)
         self.pos_emb = PositionEmbedding(config)
 
-    def forward(self, pixel_values: Tensor, grids: Sequence[Grid]) -> Tensor:
-        embedded: Tensor = self.proj(pixel_values) + self.pos_emb(grids)
+    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
+        embedded: Tensor = self.proj(patches) + self.pos_emb(grids)
         return embedded
 
 
@@ -87,10 +99,23 @@ class PatchProjection(nn.Module):
         patch, width = config.patch_size, config.hidden_size
         self.weight = nn.Parameter(torch.empty(width, 3, patch, patch))
         self.bias = nn.Parameter(torch.empty(width)) if config.patch_embed_proj_bias else None
+        self._padded: Tensor | None = None
 
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        patches = pixel_values.flatten(1).to(self.weight.dtype)
-        return F.linear(patches, self.weight.flatten(1), self.bias)
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._padded = None
+        super()._load_from_state_dict(*args)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Rows of patches may go on with zeros."""
+        weight = self.weight.flatten(1)
+        missing = patches.shape[1] - weight.shape[1]
+        return F.linear(patches, self._pad(weight, missing) if missing else weight, self.bias)
+
+    def _pad(self, weight: Tensor, missing: int) -> Tensor:
+        kept = self._padded
+        if kept is None or (kept.dtype, kept.device) != (weight.dtype, weight.device):
+            kept = self._padded = F.pad(weight, (0, missing))
+        return kept
 
 
 class PositionEmbedding(nn.Module):
@@ -103,9 +128,14 @@ class PositionEmbedding(nn.Module):
         self.mode = config.pos_emb_interpolation_mode
         self.weight = nn.Parameter(torch.empty(config.pos_emb_height, config.pos_emb_width, config.hidden_size))
         self.register_buffer("time", time_table(config.pos_emb_time, config.hidden_size), persistent=False)
+        self._frames = FrameTables(KEPT_BYTES)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._frames.clear()
+        super()._load_from_state_dict(*args)
 
     def forward(self, grids: Sequence[Grid]) -> Tensor:
-        return pos_emb(self.weight, self.time, grids, self.mode)
+        return pos_emb(self.weight, self.time, grids, self.mode, self._frames)
 
 
 class Encoder(nn.Module):
@@ -116,10 +146,14 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.final_layernorm = make_norm(config)  # an RMSNorm in K3, despite its name
 
-    def forward(self, x: Tensor, rope: Tensor, attend: Attend) -> Tensor:
-        for block in self.blocks:
-            x = block(x, rope, attend)
-        normed: Tensor = self.final_layernorm(x)
+    def forward(self, x: Tensor, rope: Tensor, attend: Attend, ops: Ops) -> Tensor:
+        """Overwrites x, the residual stream."""
+        # A sum and the norm that reads it are one step, so each block is given the norm that follows it.
+        blocks = cast("Sequence[Block]", self.blocks)
+        following = [*(block.norm0 for block in blocks[1:]), self.final_layernorm]
+        normed: Tensor = blocks[0].norm0(x)
+        for block, norm in zip(blocks, following, strict=True):
+            normed = block(x, normed, norm, rope, attend, ops)
         return normed
 
 
@@ -136,17 +170,15 @@ class Block(nn.Module):
         self.norm1 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rope: Tensor, attend: Attend) -> Tensor:
-        """Adds to x in place and returns it."""
-        x += self.attention(self.norm0(x), rope, attend)
-        for rows in torch.split(x, CPU_MLP_ROWS if x.device.type == "cpu" else len(x)):
-            rows += self.mlp(self.norm1(rows))
-        return x
+    def forward(self, x: Tensor, normed: Tensor, following: Norm, rope: Tensor, attend: Attend, ops: Ops) -> Tensor:
+        """Adds to x in place; takes norm0 of x as it comes, returns the following norm of x as it leaves."""
+        normed = ops.add_norm(x, self.attention(normed, rope, attend, ops), self.norm1)
+        return ops.add_norm(x, self.mlp(normed, ops), following)
 
-    def attention(self, x: Tensor, rope: Tensor, attend: Attend) -> Tensor:
-        """(L, D) -> (L, D); v is a strided view of the packed projection, q and k come rotated."""
+    def attention(self, x: Tensor, rope: Tensor, attend: Attend, ops: Ops) -> Tensor:
+        """(L, D) -> (L, D); q, k and v are strided views of the packed projection where `ops` rotates in place."""
         qkv = self.wqkv(x).unflatten(-1, (3, self.num_heads, -1))
-        q, k = apply_rope(qkv[:, :2], rope).unbind(1)
+        q, k = ops.rotate(qkv, rope)
         out: Tensor = self.wo(attend(q, k, qkv[:, 2]).flatten(1))
         return out
 
@@ -159,28 +191,10 @@ class MLP(nn.Module):
         self.fc0 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.linear_bias)
         self.fc1 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.linear_bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc1(F.gelu(self.fc0(x), approximate="tanh"))
-        return out
-
-
-def merge_patches(x: Tensor, grids: Sequence[Grid], kernel: tuple[int, int]) -> Tensor:
-    """Average each segment over time, then lay every kh x kw neighbourhood side by side.
-
-    Args:
-        x: (L, D), segments back to back, each in (frame, row, column) order.
-        grids: N host triples; h and w are multiples of the kernel.
-    Returns:
-        (M, kh * kw, D), cells in row-major order, members of a cell too. Merge type "sd2_tpool".
-    """
-    kh, kw = kernel
-    merged = []
-    segments = torch.split(x, [grid.num_patches for grid in grids])
-    for patches, (t, h, w) in zip(segments, grids, strict=True):
-        frames = patches.view(t, h // kh, kh, w // kw, kw, -1)
-        pooled = frames[0] if t == 1 else frames.mean(0, dtype=torch.float32).to(x.dtype)
-        merged.append(pooled.transpose(1, 2).flatten(0, 1).flatten(1, 2))
-    return torch.cat(merged)
+    def forward(self, x: Tensor, ops: Ops) -> Tensor:
+        blocks = torch.split(x, CPU_MLP_ROWS if x.device.type == "cpu" else len(x))
+        outputs = [self.fc1(ops.linear_gelu(rows, self.fc0)) for rows in blocks]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 class Projector(nn.Module):
@@ -210,21 +224,6 @@ class Projector(nn.Module):
             x = self.pre_norm(x)
         x = self.proj(x.flatten(1))
         return x if self.post_norm is None else self.post_norm(x)
-
-
-class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last axis; statistics and scaling in float32, rounded once."""
-
-    def __init__(self, kind: Literal["rmsnorm", "layernorm"], width: int, eps: float) -> None:
-        super().__init__()
-        self.width, self.eps = (width,), eps
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width)) if kind == "layernorm" else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return F.rms_norm(x, self.width, self.weight, self.eps)
-        return F.layer_norm(x, self.width, self.weight, self.bias, self.eps)
 
 
 def make_norm(config: VisionConfig) -> Norm:

@@ -3,7 +3,8 @@
 Source: Kimi-K3 and Kimi-K2.5 `Learnable2DInterpPosEmbDivided_fixed`, `Rope2DPosEmbRepeated`.
 """
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
 import torch
@@ -14,6 +15,9 @@ from encoder.config import ROPE_BASE
 from encoder.grid import Grid
 
 InterpolationMode = Literal["bilinear", "bicubic"]
+
+KEPT_BYTES = 256 * 2**20
+"""Of the tables of one kind that are kept. The largest picture of K3 takes 128 MiB (positions) and 32 (rotation)."""
 
 
 def resample_table(table: Tensor, h: int, w: int, mode: InterpolationMode) -> Tensor:
@@ -39,47 +43,86 @@ def time_table(num_frames: int, dim: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
-def pos_emb(table: Tensor, time: Tensor, grids: Sequence[Grid], mode: InterpolationMode) -> Tensor:
+class FrameTables:
+    """One table for each (h, w) that was asked for, kept where it was made; the least recently used go first.
+
+    Args:
+        max_bytes: of all tables together; one alone may exceed it.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._tables: OrderedDict[tuple[Hashable, ...], Tensor] = OrderedDict()
+
+    def get(self, h: int, w: int, like: tuple[Hashable, ...], make: Callable[[int, int], Tensor]) -> Tensor:
+        """The table of (h, w), made if there is none; `like` tells devices and dtypes apart."""
+        key = (h, w, *like)
+        if (table := self._tables.get(key)) is not None:
+            self._tables.move_to_end(key)
+            return table
+        table = make(h, w)
+        self._tables[key] = table
+        self.num_bytes += table.nbytes
+        while self.num_bytes > self.max_bytes and len(self._tables) > 1:
+            _, oldest = self._tables.popitem(last=False)
+            self.num_bytes -= oldest.nbytes
+        return table
+
+    def clear(self) -> None:
+        self._tables.clear()
+        self.num_bytes = 0
+
+
+def pos_emb(
+    table: Tensor, time: Tensor, grids: Sequence[Grid], mode: InterpolationMode, frames: FrameTables | None = None
+) -> Tensor:
     """What is added to the projected patches.
 
     Args:
         table: (H0, W0, D), the learned table.
         time: (T, D) in the table's dtype; used by grids of two frames or more, a single frame gets no time term at all.
         grids: N host triples, t <= T.
+        frames: where resampled tables are kept from call to call, for this learned table only.
     Returns:
         (L, D) in the table's dtype, in (frame, row, column) order.
     """
-    sizes = {(grid.h, grid.w) for grid in grids}
-    spatial = {(h, w): resample_table(table, h, w, mode) for h, w in sizes}
+    kept = FrameTables(KEPT_BYTES) if frames is None else frames
+    like = (table.device, table.dtype)
     parts = []
     for t, h, w in grids:
-        frame = spatial[h, w]
+        frame = kept.get(h, w, like, lambda rows, columns: resample_table(table, rows, columns, mode))
         parts.append(frame if t == 1 else (frame + time[:t, None]).flatten(0, 1))
     return torch.cat(parts)
 
 
-def rope_table(grids: Sequence[Grid], head_dim: int, device: torch.device) -> Tensor:
+def rope_table(grids: Sequence[Grid], head_dim: int, device: torch.device, frames: FrameTables | None = None) -> Tensor:
     """The turn of every channel pair of every patch, as unit complex numbers.
 
     Even pairs turn by the column, odd pairs by the row, both counted from 0 in every segment; frames share them. (The
     reference's comment says rows first; its code, and so the released weights, do columns first.)
 
+    Args:
+        frames: where the tables of one frame are kept from call to call.
     Returns:
         (L, head_dim / 2) complex64. Angles are formed in float32: near column 511 bfloat16 would be a radian off.
     """
-    sizes = {(grid.h, grid.w) for grid in grids}
-    column_row = {size: _column_row(*size) for size in sizes}
-    positions = torch.cat([column_row[h, w] for t, h, w in grids for _ in range(t)]).to(device)
+    kept = FrameTables(KEPT_BYTES) if frames is None else frames
+    parts = []
+    for t, h, w in grids:
+        frame = kept.get(h, w, (device, head_dim), lambda rows, columns: _turns(rows, columns, head_dim, device))
+        parts += [frame] * t
+    return torch.cat(parts)
+
+
+def _turns(h: int, w: int, head_dim: int, device: torch.device) -> Tensor:
+    """(h * w, head_dim / 2) complex64, the turns of one frame."""
+    rows, columns = torch.meshgrid(torch.arange(h, device=device), torch.arange(w, device=device), indexing="ij")
+    column_row = torch.stack([columns, rows], dim=-1).flatten(0, 1).float()
     num_frequencies = head_dim // 4
     exponents = torch.arange(num_frequencies, dtype=torch.float32, device=device) / num_frequencies
-    angles = positions[:, None, :] * (1.0 / ROPE_BASE**exponents)[:, None]
+    angles = column_row[:, None, :] * (1.0 / ROPE_BASE**exponents)[:, None]
     return torch.complex(angles.cos(), angles.sin()).flatten(1)
-
-
-def _column_row(h: int, w: int) -> Tensor:
-    """(h * w, 2) float32 (column, row) of each patch of one frame."""
-    rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
-    return torch.stack([columns, rows], dim=-1).flatten(0, 1).float()
 
 
 def apply_rope(x: Tensor, rope: Tensor) -> Tensor:

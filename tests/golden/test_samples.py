@@ -7,7 +7,7 @@ from torch import Tensor
 
 from encoder.config import RMS_NORM_EPS
 from encoder.grid import Grid
-from encoder.model import Norm
+from encoder.ops import Norm
 from encoder.position import apply_rope, pos_emb, resample_table, rope_table, time_table
 from tests.golden import goldens
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from encoder import Engine, Segment
 from encoder.attention.reference import ReferenceAttention
+from encoder.model import Block
 from encoder.segments import pack, split
 from tests.golden import goldens, tiny
 
@@ -17,7 +18,10 @@ CASES = [pytest.param(model, name, id=f"{model}-{name}") for model in tiny.MODEL
 
 
 def run(model: str, segments: list[Segment], dtype: torch.dtype, hooks: dict[str, Tensor] | None = None) -> Tensor:
-    """The module on packed segments, with the oracle's attention; `hooks` collects the output of every submodule."""
+    """The module on packed segments, with the oracle's attention; `hooks` collects the output of every submodule.
+
+    Of a block that is the residual stream, which it changes in place: its result is the norm that follows it.
+    """
     module, batch = tiny.tower(model, dtype), pack(segments, tiny.config(model))
     attend = ReferenceAttention().plan(batch.lengths, torch.tensor(batch.cu_seqlens, dtype=torch.int32))
     handles = []
@@ -33,7 +37,7 @@ def run(model: str, segments: list[Segment], dtype: torch.dtype, hooks: dict[str
 
 def record(hooks: dict[str, Tensor], name: str):
     def hook(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        hooks[name] = output.clone()
+        hooks[name] = (inputs[0] if isinstance(module, Block) else output).clone()
 
     return hook
 

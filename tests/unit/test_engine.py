@@ -1,6 +1,7 @@
 """Loading order, batches, and what becomes of the device's errors."""
 
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -207,3 +208,64 @@ def test_loading_says_that_demo_weights_are_demo_weights(caplog: pytest.LogCaptu
         Engine.load("demo:k25-tiny")
     (line,) = [record.getMessage() for record in caplog.records if record.name == "encoder.engine"]
     assert line == "loaded demo:k25-tiny (demo weights: embeddings mean nothing) on cpu in float32, attention sdpa"
+
+
+def test_on_a_cpu_the_host_result_is_the_result(engine: Engine) -> None:
+    batch = pack([segment(1, 4, 6), segment(2, 2, 4)], engine.config)
+    assert torch.equal(engine.run_to_host(batch), engine.run(batch))
+    assert torch.equal(engine.submit(batch)(), engine.run(batch))
+    assert tuple(engine.run_to_host(pack([], engine.config)).shape) == (0, 256)
+
+
+def test_a_failed_computation_lets_go_of_its_memory(k3: Engine) -> None:
+    kept: list[weakref.ref[Tensor]] = []
+
+    class Full(nn.Module):
+        def forward(self, pixel_values: Tensor, grids: Sequence[object], attend: Callable[..., Tensor]) -> Tensor:
+            activation = torch.zeros(8)
+            kept.append(weakref.ref(activation))
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+
+    with pytest.raises(DeviceOutOfMemory) as error:
+        replace(k3, model=Full()).encode([segment(1, 2, 2)])
+    assert error.value.__cause__ is not None
+    assert kept[0]() is None
+
+
+def test_graphs_are_for_gpus() -> None:
+    engine = Engine.load("demo:k3-tiny", cuda_graphs=True)
+    assert engine.graphs is None
+    assert engine.attention_for([256]) == "sdpa"
+
+
+def test_what_encode_gives_is_ordinary_tensors(k3: Engine) -> None:
+    """Not views of a batch, nor tensors that autograd refuses."""
+    segments = [Segment(torch.zeros((4 * n, 3, 14, 14), dtype=torch.uint8), (1, 2, 2 * n)) for n in (1, 2)]
+    first, second = k3.encode(segments)
+    for tensor in (first, second):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert not tensor.is_inference()
+        tensor.mul_(2)
+    weight = torch.ones_like(first, requires_grad=True)
+    (first * weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_a_callers_autocast_changes_nothing(k3: Engine) -> None:
+    segment = Segment(torch.arange(4 * 3 * 14 * 14, dtype=torch.int32).view(4, 3, 14, 14).to(torch.uint8), (1, 2, 2))
+    (exact,) = k3.encode([segment])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (inside,) = k3.encode(iter([segment]))
+    assert inside.dtype == torch.float32
+    assert torch.equal(inside, exact)
+
+
+def test_a_default_device_of_the_callers_changes_nothing() -> None:
+    previous = torch.get_default_device()
+    torch.set_default_device("meta")
+    try:
+        engine = Engine.load("demo:k3-tiny")
+        (rows,) = engine.encode([Segment(torch.zeros((4, 3, 14, 14), dtype=torch.uint8, device="cpu"), (1, 2, 2))])
+    finally:
+        torch.set_default_device(previous)
+    assert rows.device.type == "cpu"

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch.nn.functional import gelu
 
 from encoder import EncoderConfig, Grid, load_config
 from encoder.attention.reference import ReferenceAttention
-from encoder.model import CPU_MLP_ROWS, Block, MoonViT3d, Norm, merge_patches
+from encoder.model import CPU_MLP_ROWS, Block, MoonViT3d
+from encoder.ops import PLAIN, Norm, merge_patches
 from encoder.position import rope_table
 
 
@@ -114,6 +116,12 @@ def test_mlp_in_blocks_of_rows_is_the_mlp() -> None:
         rope_table([grid], config.head_dim, torch.device("cpu")),
     )
     attend = ReferenceAttention().plan([grid.num_patches], torch.tensor([0, grid.num_patches]))
-    attended = x + block.attention(block.norm0(x), rope, attend)
-    want = attended + block.mlp(block.norm1(attended))
-    assert (block(x.clone(), rope, attend) - want).abs().max().item() <= 1e-5
+    normed = block.norm0(x)
+    attended = x + block.attention(normed, rope, attend, PLAIN)
+    want = attended + block.mlp.fc1(gelu(block.mlp.fc0(block.norm1(attended)), approximate="tanh"))
+    following = Norm("layernorm", config.hidden_size, 1e-5).requires_grad_(False)
+    following.weight.fill_(2.0)
+    following.bias.fill_(1.0)
+    out = block(x, normed, following, rope, attend, PLAIN)
+    assert (x - want).abs().max().item() <= 1e-5
+    assert (out - following(want)).abs().max().item() <= 1e-5

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from encoder.grid import Grid
-from encoder.position import apply_rope, pos_emb, resample_table, rope_table, time_table
+from encoder.position import FrameTables, apply_rope, pos_emb, resample_table, rope_table, time_table
 
 CPU = torch.device("cpu")
 
@@ -97,3 +97,37 @@ def test_apply_rope_takes_views_of_the_packed_product_and_leaves_them_alone() ->
     assert together.dtype == torch.bfloat16
     assert torch.equal(together[:, 1], apply_rope(packed[:, 1].contiguous(), rope))
     assert torch.equal(packed, before)
+
+
+def test_tables_of_one_frame_are_kept_and_shared() -> None:
+    table, time = torch.randn(4, 4, 6), time_table(4, 6)
+    frames = FrameTables(max_bytes=2**20)
+    grids = [Grid(1, 2, 6), Grid(2, 2, 6), Grid(1, 6, 2)]
+    first = pos_emb(table, time, grids, "bilinear", frames)
+    assert frames.num_bytes == 2 * 12 * 6 * 4  # two sizes
+    assert torch.equal(pos_emb(torch.zeros_like(table), time, grids, "bilinear", frames), first)  # nothing is made anew
+    frames.clear()
+    assert pos_emb(torch.zeros_like(table), time, [Grid(1, 2, 6)], "bilinear", frames).abs().max() == 0
+
+
+def test_kept_tables_change_nothing() -> None:
+    frames = FrameTables(max_bytes=2**20)
+    grids = [Grid(1, 2, 6), Grid(3, 4, 4), Grid(1, 2, 6)]
+    for _ in range(2):
+        assert torch.equal(rope_table(grids, 72, CPU, frames), rope_table(grids, 72, CPU))
+
+
+def test_the_least_recently_used_table_goes_first() -> None:
+    made: list[tuple[int, int]] = []
+
+    def make(h: int, w: int) -> torch.Tensor:
+        made.append((h, w))
+        return torch.zeros(h * w, dtype=torch.float32)
+
+    frames = FrameTables(max_bytes=4 * 20)
+    for h, w in [(2, 4), (2, 2), (2, 4), (2, 6), (2, 4), (2, 2), (10, 10)]:
+        assert frames.get(h, w, (), make).numel() == h * w
+        assert frames.num_bytes <= 80 or (h, w) == (10, 10)
+    # (2, 6) drives out (2, 2), the older one; one table beyond the bound is kept alone.
+    assert made == [(2, 4), (2, 2), (2, 6), (2, 2), (10, 10)]
+    assert frames.num_bytes == 400
