@@ -3,11 +3,14 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from app.pipeline import EncodedItem, FailedItem, Result
 from app.problems import describe
 from app.schemas import DtypeName, Embedding, EncodeAnswer, Timing, Usage, UsageLine
 from app.schemas import FailedItem as FailedEntry
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,31 +33,36 @@ def entry(result: Result, stamp: Stamp, dtype: DtypeName) -> Embedding | FailedE
     if isinstance(result, FailedItem):
         problem = describe(result.error, stamp.id, result.index)
         return FailedEntry(index=result.index, type=result.item.kind, uuid=result.item.uuid, error=problem)
-    prepared = result.prepared
+    stored = result.stored
     return Embedding(
         index=result.index,
-        type=prepared.kind,
+        type=stored.kind,
         uuid=result.item.uuid,
-        key=result.key,
-        original_size=prepared.original_size,
-        resized_size=prepared.resized_size,
-        grid_thw=list(result.grids),
-        num_tokens=sum(result.segment_tokens),
-        segment_tokens=result.segment_tokens,
+        key=stored.key,
+        original_size=stored.original_size,
+        resized_size=stored.resized_size,
+        grid_thw=list(stored.grids),
+        num_tokens=result.num_tokens,
+        segment_tokens=list(stored.segment_tokens),
         dtype=dtype,
         shape=(result.tensor.shape[0], result.tensor.shape[1]),
+        cache=result.cache,
         prompt=result.prompt,
-        timestamps=prepared.start_s,
-        frame_indices=prepared.frame_indices,
+        timestamps=_list(stored.start_s),
+        frame_indices=_list(stored.frame_indices),
     )
+
+
+def _list(values: tuple[T, ...] | None) -> list[T] | None:
+    return None if values is None else list(values)
 
 
 def usage(results: Sequence[Result]) -> Usage:
     good = [result for result in results if isinstance(result, EncodedItem)]
     return Usage(
         items=len(results),
-        patches=sum(grid.num_patches for result in good for grid in result.grids),
-        tokens=sum(sum(result.segment_tokens) for result in good),
+        patches=sum(grid.num_patches for result in good for grid in result.stored.grids),
+        tokens=sum(result.num_tokens for result in good),
         media_bytes=sum(result.media_bytes for result in good),
     )
 

@@ -6,7 +6,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -40,11 +41,11 @@ class Ticket:
 
     def fulfil(self, rows: Tensor) -> None:
         self.finished_s = time.monotonic()
-        if self.result.set_running_or_notify_cancel():
+        with suppress(InvalidStateError):  # abandoned, or failed by `close` meanwhile
             self.result.set_result(rows)
 
     def fail(self, error: Exception) -> None:
-        if self.result.set_running_or_notify_cancel():
+        with suppress(InvalidStateError):
             self.result.set_exception(error)
 
 
@@ -89,6 +90,7 @@ class Batcher:
         self._packing: list[Ticket] = []
         self._prepared: list[Ticket] = []
         self._packed: PackedBatch | Exception | None = None
+        self._running: list[Ticket] = []
         self._closed = False
         self._rate = DrainRate()
         self.failure: DeviceFailed | None = None  # set once the device is unusable
@@ -128,18 +130,25 @@ class Batcher:
             encode_s=max((ticket.finished_s - ticket.started_s for ticket in tickets), default=0.0),
         )
 
-    def close(self) -> None:
-        """Stop both threads after the batch that runs now; what still waits fails with `Draining`."""
+    @property
+    def live_threads(self) -> int:
+        """Of the two; fewer while the batcher is open means that one died of a bug."""
+        return sum(thread.is_alive() for thread in self._threads)
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Stop both threads; what waits fails with `Draining`, and so does the batch that runs now if it takes longer
+        than `timeout_s`. A device cannot be interrupted: its thread is then left to the end of the process."""
         with self._changed:
             self._closed = True
             left = [*self._waiting, *self._packing, *self._prepared]
             self._waiting.clear()
             self._packing, self._prepared, self._packed = [], [], None
             self._changed.notify_all()
-        for ticket in left:
-            ticket.fail(Draining("the service is shutting down"))
+        error = Draining("the service is shutting down")
+        _fail_all(left, error)
         for thread in self._threads:
-            thread.join()
+            thread.join(timeout_s)
+        _fail_all(self._running, error)
 
     def _queued(self) -> int:
         return sum(_patches(tickets) for tickets in (self._waiting, self._packing, self._prepared))
@@ -179,6 +188,7 @@ class Batcher:
                 before = self._prepared
                 self._packing = take(self._waiting, self._room())
                 batch = before + self._packing
+            packed: PackedBatch | Exception | None = None
             while self._packing:
                 packed = self._pack(batch)
                 with self._changed:
@@ -188,6 +198,7 @@ class Batcher:
                     else:  # the device took `before` as it was: what was to join it becomes a batch of its own
                         before = self._prepared
                         batch = list(self._packing)
+            del before, batch, packed  # nothing of a batch is kept while waiting for the next
 
     def _pack(self, batch: list[Ticket]) -> PackedBatch | Exception:
         try:
@@ -208,11 +219,11 @@ class Batcher:
                 self._changed.notify_all()
             if packed is not None:
                 self._run_batch(batch, packed)
-            del batch, packed  # nothing of a finished batch is kept while waiting for the next
+            del batch, packed
 
     def _run_batch(self, batch: list[Ticket], packed: PackedBatch | Exception) -> None:
         """Run one batch and keep its members' promises; one that fails is halved until the guilty segment is alone."""
-        live = [ticket for ticket in batch if not ticket.abandoned]
+        self._running = live = [ticket for ticket in batch if not ticket.abandoned]
         if len(live) < len(batch):  # nothing is computed for nobody
             batch, packed = live, self._pack(live)
         if not batch:
@@ -226,8 +237,7 @@ class Batcher:
             rows = split(self._run(packed), packed)
         except DeviceFailed as error:
             self.failure = error
-            for ticket in batch:
-                ticket.fail(error)
+            _fail_all(batch, error)
         except Exception as error:
             self._halve(batch, error)
         else:
@@ -236,6 +246,7 @@ class Batcher:
                 ticket.fulfil(own)
         finally:
             self.busy_since_s = None
+            self._running = []
 
     def _halve(self, batch: list[Ticket], error: Exception) -> None:
         if len(batch) == 1:
@@ -244,7 +255,10 @@ class Batcher:
         logger.warning("batch of %d segments failed (%s): running its halves", len(batch), type(error).__name__)
         middle = len(batch) // 2
         for half in (batch[:middle], batch[middle:]):
-            self._run_batch(half, self._pack(half))
+            if self.failure is None:
+                self._run_batch(half, self._pack(half))
+            else:
+                _fail_all(half, self.failure)
 
 
 class DrainRate:
@@ -260,6 +274,11 @@ class DrainRate:
     def seconds(self, patches: int) -> float:
         """Time to drain so many patches; one second where nothing has been measured yet."""
         return patches / self._per_s if self._per_s else 1.0
+
+
+def _fail_all(tickets: Iterable[Ticket], error: Exception) -> None:
+    for ticket in tickets:
+        ticket.fail(error)
 
 
 def _patches(tickets: Iterable[Ticket]) -> int:

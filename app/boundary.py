@@ -9,6 +9,7 @@ from typing import Any
 
 import orjson
 import structlog
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -82,7 +83,7 @@ class RequestBoundary:
 
         try:
             await self._admitted(scope, counted, record)
-        except ClientGoneError:
+        except (ClientGoneError, ClientDisconnect):
             log["status"] = CLIENT_CLOSED_REQUEST
         except Exception as error:
             if problem_type(error).status == 500:

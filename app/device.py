@@ -4,6 +4,8 @@ import torch
 
 from app.settings import InvalidSettings
 
+ALLOWED_DEVICES = "auto, cpu, cuda, cuda:N"
+
 
 def resolve_device(name: str) -> torch.device:
     """`auto` is the first GPU, or the CPU where there is none.
@@ -14,9 +16,12 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
-        raise InvalidSettings(f"--device {name!r} is no device; allowed: auto, cpu, cuda, cuda:N") from error
+        raise InvalidSettings(f"--device {name!r} is no device; allowed: {ALLOWED_DEVICES}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidSettings(f"--device {name!r} is not supported; allowed: {ALLOWED_DEVICES}")
+    return device
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from app.errors import InvalidRequest, LimitExceeded
@@ -35,11 +35,12 @@ def split_form(content_type: str, body: bytes, max_parts: int) -> list[FormPart]
     if not boundary:
         raise InvalidRequest("header Content-Type: multipart/form-data needs a boundary")
     collector = _PartCollector(max_parts)
+    preamble = max(body.find(b"--" + boundary), 0)  # what RFC 2046 lets stand before the first part
     try:
         parser = MultipartParser(boundary, collector.callbacks())
-        parser.write(body)
+        parser.write(body[preamble:] if preamble else body)
         parser.finalize()
-    except MultipartParseError as error:
+    except FormParserError as error:
         raise InvalidRequest("request body is not the multipart/form-data its boundary announces") from error
     if not collector.complete:
         raise InvalidRequest("request body ends in the middle of its multipart/form-data")
@@ -88,14 +89,16 @@ class _PartCollector:
         self._data += memoryview(data)[start:end]
 
     def _end(self) -> None:
-        _, disposition = parse_options_header(self._headers.get(b"content-disposition"))
+        header = self._headers.get(b"content-disposition", b"")
+        _, disposition = parse_options_header(header)
         if b"name" not in disposition:
             raise InvalidRequest(f"form part {len(self.parts) + 1} has no name")
         self.parts.append(
             FormPart(
                 name=disposition[b"name"].decode("utf-8", errors="replace"),
                 media_type=self._headers.get(b"content-type", b"").decode("latin-1").partition(";")[0],
-                is_file=b"filename" in disposition,
+                # The library passes over the encoded form of a name (RFC 5987), which some clients send alone.
+                is_file=b"filename" in disposition or b"filename*=" in header.lower(),
                 data=bytes(self._data),
             )
         )

@@ -1,8 +1,9 @@
 """An HTTP request -> a `Job`: read the body within its limits, then parse whichever of the three forms it has."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import orjson
@@ -26,6 +27,12 @@ from app.schemas import (
 
 Options = TypeVar("Options", bound=EncodeOptions)
 
+FORM = "multipart/form-data"
+BINARY = "application/octet-stream"
+MEDIA_PARTS = ("image_url", "video_url")
+MAX_JSON_MARKS = 65_536  # commas and brackets: about 60 ms of parsing, at worst
+_REFUSED = re.compile(r";\s*q=0(\.0*)?\s*(;|$)")
+
 ALLOWED_BODIES = f"{JSON}, multipart/form-data, image/*, video/* or application/octet-stream"
 
 
@@ -43,6 +50,10 @@ class Item:
     options: MediaOptions
     uuid: str | None = None
 
+    def without_bytes(self) -> "Item":
+        """The same, for an answer: the media itself is done with."""
+        return replace(self, source=b"")
+
 
 @dataclass(frozen=True)
 class Job:
@@ -56,7 +67,7 @@ class Job:
 
 async def read_body(
     chunks: AsyncIterator[bytes], declared_bytes: int | None, max_bytes: int, timeout_s: float
-) -> bytes:
+) -> bytearray:
     """Collect a request body.
 
     Raises:
@@ -74,48 +85,65 @@ async def read_body(
                 body += chunk
     except TimeoutError as error:
         raise ClientTooSlow(f"{len(body)} bytes of the request body arrived within {timeout_s:g} s") from error
-    return bytes(body)
+    return body
 
 
-def parse(headers: Mapping[str, str], query: list[tuple[str, str]], body: bytes, max_items: int) -> Job:
+def check_head(headers: Mapping[str, str]) -> str:
+    """The media type of a body that can be read, known before any of it arrives.
+
+    Raises:
+        UnsupportedMedia: a content type that is none of the three forms.
+        InvalidRequest: a compressed body.
+    """
+    if headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
+        raise InvalidRequest("header Content-Encoding: compressed request bodies are not read; allowed: identity")
+    media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+    major = media_type.partition("/")[0]
+    if media_type in (JSON, FORM, BINARY) or major in ("image", "video"):
+        return media_type
+    came = f"content type {media_type[:80]!r}" if media_type else "no Content-Type"
+    raise UnsupportedMedia(f"request body with {came}, allowed: {ALLOWED_BODIES}")
+
+
+def parse(
+    headers: Mapping[str, str], accept: str, query: list[tuple[str, str]], body: bytes | bytearray, max_items: int
+) -> Job:
     """Parse a complete request. Runs off the event loop: a body may hold many megabytes of base64.
 
+    Args:
+        accept: all `Accept` headers, joined by commas.
     Raises:
         InvalidRequest: a form that is not the contract's; names the field.
         LimitExceeded: more than `max_items` items.
         UnsupportedMedia: a content type that is none of the three forms.
     """
-    if headers.get("content-encoding", "identity").lower() != "identity":
-        raise InvalidRequest("header Content-Encoding: compressed request bodies are not read; allowed: identity")
-    content_type = headers.get("content-type", "")
-    media_type = content_type.partition(";")[0].strip().lower()
-    major = media_type.partition("/")[0]
+    media_type = check_head(headers)
     if media_type == JSON:
         _refuse_query(query)
         options, items = _parse_json(body, max_items)
-    elif media_type == "multipart/form-data":
+    elif media_type == FORM:
         _refuse_query(query)
-        options, items = _parse_form(content_type, body, max_items)
-    elif major in ("image", "video") or media_type == "application/octet-stream":
-        options, items = _parse_raw(media_type, query, body)
+        options, items = _parse_form(headers["content-type"], bytes(body), max_items)
     else:
-        came = f"content type {media_type[:80]!r}" if media_type else "no Content-Type"
-        raise UnsupportedMedia(f"request body with {came}, allowed: {ALLOWED_BODIES}")
-    return Job(items, options, *_answer_form(headers.get("accept", ""), options.encoding_format))
+        options, items = _parse_raw(media_type, query, bytes(body))
+    return Job(items, options, *_answer_form(accept, options.encoding_format))
 
 
-def _parse_json(body: bytes, max_items: int) -> tuple[EncodeOptions, list[Item]]:
+def _parse_json(body: bytes | bytearray, max_items: int) -> tuple[EncodeOptions, list[Item]]:
+    # Parsing and validating hold the interpreter for as long as they take, which grows with the number of values
+    # rather than of bytes; so does the list of all that is wrong with a document.
+    marks = sum(body.count(mark) for mark in (b",", b"{", b"["))
+    if marks > MAX_JSON_MARKS:
+        raise LimitExceeded(f"request body with {marks} commas and brackets, limit {MAX_JSON_MARKS}")
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"request body is not JSON (line {error.lineno}, column {error.colno})") from error
     if not isinstance(document, dict):
         raise InvalidRequest("request body must be a JSON object")
-    # Counted before validation, so that a request of a million parts costs nothing.
-    for name in ("input", "messages"):
-        value = document.get(name)
-        if isinstance(value, list) and len(value) > max_items:
-            raise LimitExceeded(f"{name}: {len(value)} entries, limit {max_items}")
+    given = document.get("input")
+    if isinstance(given, list) and len(given) > max_items:
+        raise LimitExceeded(f"input: {len(given)} items, limit {max_items}")
     request = validate(EncodeRequest, document)
     if (request.input is None) == (request.messages is None):
         raise InvalidRequest("request body must have exactly one of input and messages")
@@ -204,14 +232,14 @@ def _kind(media_type: str) -> Kind | None:
 
 def _answer_form(accept: str, asked: EncodingFormat | None) -> tuple[EncodingFormat, bool]:
     """(encoding_format, whether it is streamed) from the `Accept` header and the request's own field."""
-    types = {entry.partition(";")[0].strip().lower() for entry in accept.split(",")}
+    types = {entry.partition(";")[0].strip().lower() for entry in accept.split(",") if not _REFUSED.search(entry)}
     stream = NDJSON in types
     if SAFETENSORS in types and not stream:
         if asked not in (None, "safetensors"):
             raise InvalidRequest(f"header Accept asks for {SAFETENSORS}, encoding_format for {asked!r}")
         return "safetensors", False
-    if stream and asked == "safetensors":
-        raise InvalidRequest(f"header Accept asks for {NDJSON}, encoding_format for 'safetensors'")
+    if stream and asked in ("safetensors", "float"):  # lines carry base64
+        raise InvalidRequest(f"header Accept asks for {NDJSON}, encoding_format for {asked!r}")
     return asked or "base64", stream
 
 
@@ -234,25 +262,33 @@ def validate(model: type[Options], document: Any, where: str = "", *, strings: b
 
 
 def _explain(error: Any) -> str:
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:80]}" for part in _field_path(error["loc"]))
-    path = path.removeprefix(".") or "request"
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{_name(part)}" for part in _field_path(error["loc"]))
+    path = f"{path.removeprefix('.')}: " if path else ""
     match error["type"]:
         case "extra_forbidden":
-            return f"{path}: unknown field"
+            return f"{path}unknown field"
         case "missing":
-            return f"{path}: required"
-        case "union_tag_not_found":
-            return f"{path}: an object with a type, one of {error['ctx']['discriminator']}"
+            return f"{path}required"
+        case "union_tag_not_found" | "union_tag_invalid" | "model_attributes_type":
+            return f"{path}must be an object with a type, {' or '.join(MEDIA_PARTS)}"
+        case "model_type":
+            return f"{path}must be an object"
         case _:
-            return f"{path}: {error['msg']}"
+            return f"{path}{error['msg']}"
+
+
+def _name(field: str) -> str:
+    """A field's name as an error shows it: what a client made up may be long, empty or unprintable."""
+    shown = field[:80]
+    return shown if shown.isprintable() and shown else repr(shown)
 
 
 def _field_path(loc: tuple[int | str, ...]) -> list[int | str]:
     """Pydantic's location without the union tags it puts after a list index."""
-    tags = ("image_url", "video_url", "text")
+    tags = (*MEDIA_PARTS, "text")
     path: list[int | str] = []
     for i, part in enumerate(loc):
-        if part in tags and i > 0 and isinstance(loc[i - 1], int):
+        if i > 0 and ((part in tags and isinstance(loc[i - 1], int)) or (part == "parts" and loc[i - 1] == "content")):
             continue
         path.append(part)
     return path

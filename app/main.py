@@ -1,6 +1,7 @@
 """Where everything is built and joined: settings -> service -> application -> server."""
 
 import asyncio
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -18,15 +19,20 @@ from app import openapi
 from app.batcher import Run
 from app.boundary import RequestBoundary, error_response, problem_response
 from app.logs import configure_logging
+from app.memory import keep_memory_flat
 from app.problems import METHOD_NOT_ALLOWED, NOT_FOUND, document
+from app.protocol import Protocol
 from app.routes import router
 from app.service import Service
-from app.settings import Settings
+from app.settings import InvalidSettings, Settings
 from encoder import EncoderError
 
 logger = structlog.get_logger("moonvit.main")
 
 EXIT_SETUP = 2
+EXIT_FORCED = 130
+
+REFUSAL_S = 2.0  # for the answers of requests that were given up, before connections are cut
 
 
 def create_app(settings: Settings, run: Run | None = None) -> FastAPI:
@@ -57,6 +63,8 @@ def create_app(settings: Settings, run: Run | None = None) -> FastAPI:
         version=version("moonvit-serve"),
         lifespan=lifespan,
         exception_handlers={EncoderError: _on_error, HTTPException: _on_http_error},
+        redirect_slashes=False,  # it would answer with an address made of the client's own Host header
+        redoc_url=None,
     )
     app.state.service = service
     app.include_router(router)
@@ -86,7 +94,8 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
         self._app = app
-        self._draining: asyncio.Task[None] | None = None
+        self._service: Service = app.state.service
+        self._stopping: asyncio.Task[None] | None = None
         self.startup_error: BaseException | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -100,19 +109,21 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Unlike uvicorn's own, it does not raise the signal again at the end: a service that stops as told exits 0."""
-        if sig == signal.SIGTERM and self._draining is None:
-            self._draining = asyncio.get_running_loop().create_task(self._drain())
-        else:  # Ctrl-C, or a second signal: now
-            self.force_exit = self.should_exit
-            self.should_exit = True
+        """SIGTERM drains, Ctrl-C refuses what is not done, a second signal ends the process. Unlike with uvicorn's own
+        the signal is not raised again at the end: a service that stops as told exits 0."""
+        if self._stopping is not None:
+            os._exit(EXIT_FORCED)
+        patience_s = self._service.settings.drain_timeout_s if sig == signal.SIGTERM else 0.0
+        self._stopping = asyncio.get_running_loop().create_task(self._stop(patience_s))
 
-    async def _drain(self) -> None:
-        service: Service = self._app.state.service
-        logger.info("draining", in_flight=service.lifecycle.in_flight)
-        service.lifecycle.drain()
-        if not await service.lifecycle.idle(service.settings.drain_timeout_s):
-            logger.warning("drain timed out", in_flight=service.lifecycle.in_flight)
+    async def _stop(self, patience_s: float) -> None:
+        lifecycle = self._service.lifecycle
+        logger.info("draining", in_flight=lifecycle.in_flight)
+        lifecycle.drain()
+        if not await lifecycle.idle(patience_s):
+            logger.warning("not all requests were done in time", in_flight=lifecycle.in_flight)
+            await self._service.abandon()
+            await lifecycle.idle(REFUSAL_S)
         self.should_exit = True
 
 
@@ -123,12 +134,13 @@ def serve(settings: Settings) -> int:
         SetupError: a configuration that cannot work: names before the port is opened, weights after.
     """
     configure_logging(settings.log_level, settings.log_format)
+    keep_memory_flat()
     app = create_app(settings)
     server = Server(
         uvicorn.Config(
             app,
-            host=settings.host,
-            port=settings.port,
+            http=Protocol,
+            ws="none",
             log_config=None,
             access_log=False,  # the boundary writes one line a request
             server_header=False,
@@ -137,7 +149,31 @@ def serve(settings: Settings) -> int:
         ),
         app,
     )
-    server.run()
+    with listen(settings.host, settings.port) as listener:
+        server.run([listener])
     if server.startup_error is not None:
         raise server.startup_error
+    if server.started and app.state.service.is_stuck:
+        # The device or a decoder cannot be interrupted, and Python would wait for its thread.
+        os._exit(0)
     return 0 if server.started else EXIT_SETUP
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind before anything is loaded, so that a port in use is found at once.
+
+    Raises:
+        InvalidSettings: the address cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise InvalidSettings(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return listener

@@ -7,10 +7,24 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from app.schemas import JSON, EncodeOptions, EncodeRequest, RawOptions
+from app.problems import ALL_PROBLEMS
+from app.schemas import JSON, PROBLEM, EncodeOptions, EncodeRequest, Problem, RawOptions
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _REF = "#/components/schemas/{model}"
+
+
+def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that can answer these problems; all there are, if none is named."""
+    wanted = statuses or sorted({problem.status for problem in ALL_PROBLEMS.values()})
+    content = {PROBLEM: {"schema": {"$ref": _REF.format(model="Problem")}}}
+    return {
+        status: {
+            "description": "; ".join(problem.title for problem in ALL_PROBLEMS.values() if problem.status == status),
+            "content": content,
+        }
+        for status in wanted
+    }
 
 
 def install(app: FastAPI) -> None:
@@ -28,7 +42,11 @@ def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(
         title=app.title, version=app.version, summary=app.summary, description=app.description, routes=app.routes
     )
-    models: list[tuple[type[BaseModel], Any]] = [(EncodeRequest, "validation"), (EncodeOptions, "validation")]
+    models: list[tuple[type[BaseModel], Any]] = [
+        (EncodeRequest, "validation"),
+        (EncodeOptions, "validation"),
+        (Problem, "serialization"),
+    ]
     _, definitions = models_json_schema(models, ref_template=_REF)
     components = document.setdefault("components", {})
     components.setdefault("schemas", {}).update(definitions["$defs"])
@@ -62,4 +80,12 @@ def _document(app: FastAPI) -> dict[str, Any]:
         {"name": name, "in": "query", "required": False, "schema": schema, "description": "raw bodies only"}
         for name, schema in RawOptions.model_json_schema()["properties"].items()
     ]
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None) if _is_frameworks(operation) else None
     return document
+
+
+def _is_frameworks(operation: dict[str, Any]) -> bool:
+    """Whether the 422 is FastAPI's own, which is never sent: we answer 400."""
+    return "HTTPValidationError" in str(operation["responses"].get("422", ""))

@@ -56,12 +56,17 @@ class Body:
 
 
 def convert(embedding: Tensor, dtype: DtypeName) -> Tensor:
-    """(m, E) in the answer's dtype, contiguous on the host.
+    """(m, E) in the answer's dtype, contiguous on the host, in memory of its own.
+
+    Rows come as views of a whole batch: `torch.save` would write all of it, other callers' rows too, and keeping them
+    would keep it.
 
     Raises:
         DtypeOverflow: a finite value became infinite (float16 ends at 65504).
     """
     converted = embedding.to(DTYPES[dtype]).contiguous()
+    if converted.untyped_storage().nbytes() != converted.nbytes:
+        converted = converted.clone()
     if dtype == "float16" and not bool(converted.isfinite().all()):
         largest = float(embedding.abs().max())
         raise DtypeOverflow(f"the embedding has a value of magnitude {largest:.6g}, float16 ends at 65504")

@@ -1,32 +1,34 @@
-"""One request, top to bottom: every item is fetched, decoded, encoded and named, and fails alone. Read this first."""
+"""One request, top to bottom: every item is fetched, named, looked up or encoded, and fails alone. Read this first."""
 
 import asyncio
 import hashlib
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from app.batcher import Batcher
 from app.data_uri import decode_data_uri
-from app.decode import Decoder, Prepared
+from app.decode import Decoder, Kind, MediaOptions, identify
 from app.errors import DeadlineExceeded, LimitExceeded, UnsupportedMedia
 from app.fetch import Fetcher
 from app.intake import Item, Job
 from app.keys import embedding_key, preprocessing_id
 from app.payload import Body, convert, embedding_json
 from app.prompts import image_prompt, video_prompt
-from encoder import EncoderConfig, Grid, num_tokens
+from app.store import EmbeddingStore, StoredEmbedding
+from encoder import EncoderConfig
 
 # Items of one request that are fetched or decoded, or wait decoded, at a time: bounds what a request holds in memory.
 ITEMS_IN_PREPARATION = 8
 
 
-@dataclass(frozen=True)
+@dataclass
 class StageTimes:
-    """Seconds an item spent in each stage."""
+    """Seconds an item spent in each stage; none in the later ones where the store had its embedding."""
 
     fetch_s: float = 0.0
     decode_s: float = 0.0
@@ -36,19 +38,28 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class EncodedItem:
-    """A good item: what the answer says of it, and its embedding."""
+    """A good item.
+
+    Attributes:
+        stored: its embedding as the tower made it, and what the answer says of it.
+        cache: whether the store had it.
+        tensor: (m, E) in the answer's dtype, on the host; read only, other answers may share it.
+        text: the same as a JSON value, where the answer is JSON.
+    """
 
     index: int
     item: Item
-    prepared: Prepared
-    key: str
+    stored: StoredEmbedding
+    cache: Literal["hit", "miss"]
     prompt: str
-    grids: list[Grid]
-    segment_tokens: list[int]
-    tensor: Tensor  # (sum of segment_tokens, E) in the answer's dtype, on the host
-    text: Body | None  # the same as a JSON value, where the answer is JSON
+    tensor: Tensor
+    text: Body | None
     media_bytes: int
     times: StageTimes
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.stored.segment_tokens)
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,7 @@ class Pipeline:
 
     Args:
         fingerprint: of the model, part of every key.
+        deadline_s: the service's own, for work that several requests may wait for.
         window_patches: what one request may have in the queue at a time, so that it can be larger than the queue.
     """
 
@@ -78,17 +90,23 @@ class Pipeline:
         fetcher: Fetcher,
         decoder: Decoder,
         batcher: Batcher,
+        store: EmbeddingStore,
         fingerprint: str,
         max_item_bytes: int,
+        max_float_tokens: int,
+        deadline_s: float,
         window_patches: int,
     ) -> None:
         self._config = config
         self._fetcher = fetcher
         self._decoder = decoder
         self._batcher = batcher
+        self._store = store
         self._fingerprint = fingerprint
         self._preprocessing = preprocessing_id(config)
         self._max_item_bytes = max_item_bytes
+        self._max_float_tokens = max_float_tokens
+        self._deadline_s = deadline_s
         self._window_patches = window_patches
 
     async def results(self, job: Job, deadline_s: float) -> AsyncGenerator[Result, None]:
@@ -96,81 +114,86 @@ class Pipeline:
 
         Args:
             deadline_s: seconds from now; items that are not done by then fail with `DeadlineExceeded`.
+        Raises:
+            LimitExceeded: the answer as a whole would be too large.
         """
-        deadline = asyncio.get_running_loop().time() + deadline_s
-        slots = asyncio.Semaphore(ITEMS_IN_PREPARATION)
-        window = Window(self._window_patches)
-        tasks = [
-            asyncio.create_task(self._result(index, item, job, deadline, deadline_s, slots, window))
-            for index, item in enumerate(job.items)
-        ]
+        request = _Request(job, deadline_s, self._window_patches)
+        tasks = [asyncio.create_task(self._result(index, item, request)) for index, item in enumerate(job.items)]
         try:
             for done in asyncio.as_completed(tasks):
-                yield await done
+                result = await done
+                if isinstance(result, FailedItem) and isinstance(result.error, _RequestRefused):
+                    raise result.error.error
+                yield result
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _result(
-        self,
-        index: int,
-        item: Item,
-        job: Job,
-        deadline: float,
-        deadline_s: float,
-        slots: asyncio.Semaphore,
-        window: "Window",
-    ) -> Result:
+    async def _result(self, index: int, item: Item, request: "_Request") -> Result:
         try:
-            async with asyncio.timeout_at(deadline):
-                return await self._encode(index, item, job, deadline, slots, window)
+            async with asyncio.timeout_at(request.deadline):
+                return await self._encode(index, item, request)
         except TimeoutError:
-            return FailedItem(index, item, DeadlineExceeded(f"not done within {deadline_s * 1000:.0f} ms"))
+            error = DeadlineExceeded(f"not done within {request.deadline_s * 1000:.0f} ms")
+            return FailedItem(index, item.without_bytes(), error)
         except Exception as error:  # whatever it is, it is this item's; routes log what is a bug
-            return FailedItem(index, item, error)
+            return FailedItem(index, item.without_bytes(), error)
 
-    async def _encode(
-        self, index: int, item: Item, job: Job, deadline: float, slots: asyncio.Semaphore, window: "Window"
-    ) -> EncodedItem:
-        async with slots:
+    async def _encode(self, index: int, item: Item, request: "_Request") -> EncodedItem:
+        times = StageTimes()
+        async with request.slot() as slot:
             start = time.monotonic()
             data = await self._bytes(item)
-            fetched = time.monotonic()
+            times.fetch_s = time.monotonic() - start
             digest = await asyncio.to_thread(_sha256, data)
-            remaining = deadline - asyncio.get_running_loop().time()
-            prepared = await self._decoder.prepare(data, item.kind, item.options, timeout_s=remaining)
-            decoded = time.monotonic()
             media_bytes = len(data)
+            kind = identify(data, item.kind)
+            key = embedding_key(
+                digest, kind, item.options, fingerprint=self._fingerprint, preprocessing=self._preprocessing
+            )
+            compute = partial(self._compute, key, data, kind, item.options, request.window, slot, times)
             del data
-            patches = sum(segment.num_patches for segment in prepared.segments)
-            await window.enter(patches)
-        try:
-            encoded = await self._batcher.encode(prepared.segments)
-        finally:
-            window.leave(patches)
-        tensor, text = await asyncio.to_thread(_finish, encoded.rows, job)
-        grids = [segment.grid_thw for segment in prepared.segments]
+            stored, cache = await self._store.fetch_or_compute(key, compute)
+        request.count_tokens(sum(stored.segment_tokens), self._max_float_tokens)
+        tensor, text = await asyncio.to_thread(_finish, stored.tensor, request.job)
         return EncodedItem(
             index=index,
-            item=item,
-            # The pixels are done with; the answer needs only what describes them.
-            prepared=replace(prepared, segments=[]),
-            key=embedding_key(
-                digest,
-                prepared.kind,
-                item.options,
-                fingerprint=self._fingerprint,
-                preprocessing=self._preprocessing,
-            ),
-            prompt=self._prompt(prepared),
-            grids=grids,
-            segment_tokens=[num_tokens(grid, self._config) for grid in grids],
+            item=item.without_bytes(),
+            stored=stored,
+            cache=cache,
+            prompt=self._prompt(stored),
             tensor=tensor,
             text=text,
             media_bytes=media_bytes,
-            times=StageTimes(fetched - start, decoded - fetched, encoded.queue_s, encoded.encode_s),
+            times=times,
         )
+
+    async def _compute(
+        self,
+        key: str,
+        data: bytes,
+        kind: Kind,
+        options: MediaOptions,
+        window: "Window",
+        slot: "_Slot",
+        times: StageTimes,
+    ) -> StoredEmbedding:
+        """Decode and encode. Others may wait for the same embedding, so no one caller's deadline counts in here; it
+        ends when nobody waits any more."""
+        start = time.monotonic()
+        prepared = await self._decoder.prepare(data, kind, options, timeout_s=self._deadline_s)
+        times.decode_s = time.monotonic() - start
+        del data
+        patches = sum(segment.num_patches for segment in prepared.segments)
+        await window.enter(patches)
+        try:
+            slot.release()
+            encoded = await self._batcher.encode(prepared.segments)
+        finally:
+            window.leave(patches)
+        times.queue_s, times.encode_s = encoded.queue_s, encoded.encode_s
+        return await asyncio.to_thread(StoredEmbedding.of, key, prepared, encoded.rows)
 
     async def _bytes(self, item: Item) -> bytes:
         source = item.source
@@ -184,15 +207,66 @@ class Pipeline:
             raise LimitExceeded(f"{len(source)} bytes, limit {self._max_item_bytes}")
         return source
 
-    def _prompt(self, prepared: Prepared) -> str:
-        if prepared.kind == "video":
-            return video_prompt(prepared.timestamps or [])
-        return image_prompt(prepared.original_size, self._config)
+    def _prompt(self, stored: StoredEmbedding) -> str:
+        if stored.kind == "video":
+            return video_prompt(stored.timestamps or ())
+        return image_prompt(stored.original_size, self._config)
 
 
-def _finish(rows: list[Tensor], job: Job) -> tuple[Tensor, Body | None]:
-    """One item's rows in the answer's dtype, and as JSON where the answer is that."""
-    tensor = convert(rows[0] if len(rows) == 1 else torch.cat(rows), job.options.dtype)
+class _RequestRefused(Exception):
+    """What is wrong is the request as a whole, not one item of it."""
+
+    def __init__(self, error: LimitExceeded) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Request:
+    """What the items of one request share. Its clock is the event loop's."""
+
+    def __init__(self, job: Job, deadline_s: float, window_patches: int) -> None:
+        self.job = job
+        self.deadline_s = deadline_s
+        self.deadline = asyncio.get_running_loop().time() + deadline_s
+        self.window = Window(window_patches)
+        self._slots = asyncio.Semaphore(ITEMS_IN_PREPARATION)
+        self._tokens = 0
+
+    def slot(self) -> "_Slot":
+        return _Slot(self._slots)
+
+    def count_tokens(self, tokens: int, max_float_tokens: int) -> None:
+        """Refuse numbers as text beyond a limit, before any of the text is made."""
+        self._tokens += tokens
+        if self.job.encoding_format == "float" and self._tokens > max_float_tokens:
+            count = f"{self._tokens} tokens or more as float, limit {max_float_tokens}"
+            raise _RequestRefused(LimitExceeded(f"answer of {count}; use base64 or safetensors"))
+
+
+class _Slot:
+    """One place among the items in preparation; may be given back before its block ends."""
+
+    def __init__(self, slots: asyncio.Semaphore) -> None:
+        self._slots = slots
+        self._held = False
+
+    async def __aenter__(self) -> "_Slot":
+        await self._slots.acquire()
+        self._held = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        if self._held:
+            self._held = False
+            self._slots.release()
+
+
+def _finish(embedding: Tensor, job: Job) -> tuple[Tensor, Body | None]:
+    """One item's embedding in the answer's dtype, and as JSON where the answer is that."""
+    tensor = convert(embedding, job.options.dtype)
     return tensor, None if job.encoding_format == "safetensors" else embedding_json(tensor, job.encoding_format)
 
 

@@ -12,9 +12,11 @@ from app.payload import Body
 
 T = TypeVar("T")
 
+WRITE_STALL_S = 30.0  # a client that takes nothing for so long holds an embedding and a request's place for nobody
+
 
 class ClientGoneError(Exception):
-    """The client closed the connection before its answer was complete."""
+    """The client closed the connection, or stopped reading, before its answer was complete."""
 
 
 async def until_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -78,4 +80,9 @@ class LinesResponse(Response):
 
 async def _send_pieces(body: Body, send: Send) -> None:
     for piece in body.pieces():
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        try:
+            async with asyncio.timeout(WRITE_STALL_S):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except TimeoutError as error:
+            raise ClientGoneError from error
+        await asyncio.sleep(0)  # a server may take a piece without waiting; others are to have their turn all the same

@@ -14,13 +14,14 @@ from starlette.responses import Response
 
 from app.answer import Stamp, answer, entry, usage, usage_line
 from app.boundary import error_response, problem_response
-from app.errors import LimitExceeded, ModelNotFound
-from app.intake import Job, parse, read_body
+from app.errors import ModelNotFound
+from app.intake import Job, check_head, parse, read_body
+from app.openapi import problems
 from app.payload import Body, answer_json, entry_json, safetensors_file
 from app.pipeline import EncodedItem, FailedItem, Result
 from app.problems import ALL_PROBLEMS, NOT_FOUND, describe, document, retry_after
 from app.responses import BodyResponse, LinesResponse, until_client_leaves
-from app.schemas import JSON, NDJSON, SAFETENSORS, EncodeAnswer, Health, Model, ModelList, Problem
+from app.schemas import JSON, NDJSON, SAFETENSORS, EncodeAnswer, Health, Model, ModelList
 from app.service import Service
 
 logger = structlog.get_logger("moonvit.encode")
@@ -28,17 +29,12 @@ router = APIRouter()
 
 Results = AsyncGenerator[Result, None]
 
-_PROBLEM_RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem, "description": "; ".join(p.title for p in ALL_PROBLEMS.values() if p.status == status)}
-    for status in sorted({problem.status for problem in ALL_PROBLEMS.values()} - {405})
-}
-
 
 @router.post(
     "/v1/encode",
     summary="Encode pictures and films",
     response_model=EncodeAnswer,
-    responses=_PROBLEM_RESPONSES
+    responses=problems()
     | {
         200: {
             "model": EncodeAnswer,
@@ -66,23 +62,27 @@ async def encode(request: Request) -> Response:
 
 async def _read_job(request: Request, service: Service) -> Job:
     settings = service.settings
+    is_json = check_head(request.headers) == JSON
     declared = request.headers.get("content-length", "")
     body = await read_body(
         request.stream(),
         int(declared) if declared.isdecimal() else None,
-        settings.max_body_bytes,
+        min(settings.max_json_bytes, settings.max_body_bytes) if is_json else settings.max_body_bytes,
         settings.body_timeout_s,
     )
-    return await asyncio.to_thread(parse, request.headers, request.query_params.multi_items(), body, settings.max_items)
+    accept = ",".join(request.headers.getlist("accept"))
+    query = request.query_params.multi_items()
+    return await asyncio.to_thread(parse, request.headers, accept, query, body, settings.max_items)
 
 
 async def _whole(results: Results, job: Job, stamp: Stamp, request: Request, service: Service) -> Response:
     found: list[Result] = []
     async with aclosing(results):
         async for result in results:
-            if isinstance(result, FailedItem) and job.options.on_error == "fail":
-                return _problem(result, stamp)
             found.append(result)
+            if isinstance(result, FailedItem) and job.options.on_error == "fail":
+                _log(request, found)
+                return _problem(result, stamp)
     found.sort(key=lambda result: result.index)
     _log(request, found)
     if all(isinstance(result, FailedItem) for result in found):
@@ -100,6 +100,7 @@ async def _stream(results: Results, job: Job, stamp: Stamp, request: Request) ->
             return LinesResponse(_lines(first, results, job, stamp, request), NDJSON, {})
         if job.options.on_error == "fail":
             await results.aclose()
+            _log(request, first)
             return _problem(result, stamp)
     first.sort(key=lambda result: result.index)
     _log(request, first)
@@ -113,10 +114,10 @@ async def _lines(
     async with aclosing(rest):
         async for result in _chain(first, rest):
             found.append(result)
+            _log(request, found)
             yield _line(result, stamp, job)
             if isinstance(result, FailedItem) and job.options.on_error == "fail":
                 return
-    _log(request, found)
     yield Body.of(to_json(usage_line(found, stamp)), b"\n")
 
 
@@ -150,21 +151,17 @@ def _line(result: Result, stamp: Stamp, job: Job) -> Body:
 def _render(found: list[Result], job: Job, stamp: Stamp, service: Service) -> Response:
     """The whole answer, in the form that was asked for."""
     good = [result for result in found if isinstance(result, EncodedItem)]
-    tokens = sum(sum(result.segment_tokens) for result in good)
-    limit = service.settings.max_float_tokens
-    if job.encoding_format == "float" and tokens > limit:
-        raise LimitExceeded(f"answer of {tokens} tokens as float, limit {limit}; use base64 or safetensors")
     document = answer(found, stamp, job.options.dtype)
     stages = document.timing_ms.model_dump().items()
     headers = {"Server-Timing": ", ".join(f"{stage};dur={ms}" for stage, ms in stages)}
     if len(good) == len(found) == 1:
-        headers["X-Content-Key"] = good[0].key
+        headers["X-Content-Key"] = good[0].stored.key
     if job.encoding_format != "safetensors":
         entries = [entry_json(each, _text(result)) for each, result in zip(document.data, found, strict=True)]
         return BodyResponse(answer_json(document, entries), JSON, headers)
     file = safetensors_file(
         [result.tensor for result in good],
-        [sum(result.segment_tokens) if isinstance(result, EncodedItem) else 0 for result in found],
+        [result.num_tokens if isinstance(result, EncodedItem) else 0 for result in found],
         service.config.vision.text_hidden_size,
         job.options.dtype,
         document.model_dump(mode="json", exclude_none=True),
@@ -188,10 +185,12 @@ def _all_failed(found: list[Result], job: Job, stamp: Stamp) -> Response:
 def _log(request: Request, found: list[Result]) -> None:
     totals = usage(found)
     failed = sum(isinstance(result, FailedItem) for result in found)
+    hits = sum(isinstance(result, EncodedItem) and result.cache == "hit" for result in found)
     stages = [result.times for result in found if isinstance(result, EncodedItem)]
     request.state.log.update(
         items=totals.items,
         failed=failed,
+        cache_hits=hits,
         patches=totals.patches,
         tokens=totals.tokens,
         media_bytes=totals.media_bytes,
@@ -206,14 +205,17 @@ def _log(request: Request, found: list[Result]) -> None:
 # ---- everything else
 
 
+@router.head("/health/live", include_in_schema=False)
 @router.get("/health/live", response_model=Health)
 async def live() -> Health:
     """200 while the process can serve anything."""
     return Health(status="live")
 
 
-@router.get("/health/ready", response_model=Health, responses={503: {"model": Problem}})
-@router.get("/health", response_model=Health, responses={503: {"model": Problem}})
+@router.head("/health/ready", include_in_schema=False)
+@router.head("/health", include_in_schema=False)
+@router.get("/health/ready", response_model=Health, responses=problems(503))
+@router.get("/health", response_model=Health, responses=problems(503))
 async def ready(request: Request) -> Response:
     """200 after weights, self-test and warm-up; 503 with the reason while starting, draining or after a failure."""
     obstacle = request.app.state.service.obstacle()
@@ -242,7 +244,7 @@ async def info(request: Request) -> dict[str, Any]:
     return service.info()
 
 
-@router.get("/problems/{slug}", responses={404: {"model": Problem}})
+@router.get("/problems/{slug}", responses=problems(404))
 async def problem(slug: str, request: Request) -> Response:
     """What a problem's `type` refers to."""
     kind = ALL_PROBLEMS.get(slug.replace("-", "_"))

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 EncodingFormat = Literal["base64", "float", "torch_base64", "safetensors"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
@@ -35,7 +35,7 @@ def _as_url(value: Any) -> Any:
     return {"url": value} if isinstance(value, str) else value
 
 
-Url = Annotated[MediaUrl, BeforeValidator(_as_url)]
+Url = Annotated[MediaUrl, BeforeValidator(_as_url, json_schema_input_type=str | MediaUrl)]
 Fps = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
 
 
@@ -73,7 +73,10 @@ def _as_part(value: Any) -> Any:
     return {"type": "image_url", "image_url": value} if isinstance(value, str) else value
 
 
-Part = Annotated[Annotated[ImagePart | VideoPart, Field(discriminator="type")], BeforeValidator(_as_part)]
+Part = Annotated[
+    Annotated[ImagePart | VideoPart, Field(discriminator="type")],
+    BeforeValidator(_as_part, json_schema_input_type=str | ImagePart | VideoPart),
+]
 
 
 class TextPart(BaseModel):
@@ -82,10 +85,19 @@ class TextPart(BaseModel):
     type: Literal["text"]
 
 
+ChatPart = Annotated[ImagePart | VideoPart | TextPart, Field(discriminator="type")]
+
+
 class ChatMessage(BaseModel):
     """A chat message, of which only the media parts are used."""
 
-    content: str | list[Annotated[ImagePart | VideoPart | TextPart, Field(discriminator="type")]] | None = None
+    content: (
+        Annotated[
+            Annotated[str, Tag("text")] | Annotated[list[ChatPart], Tag("parts")],
+            Discriminator(lambda value: "text" if isinstance(value, str) else "parts"),
+        ]
+        | None
+    ) = None
 
 
 class EncodeOptions(ImageOptions, VideoOptions):
@@ -112,7 +124,9 @@ def _as_list(value: Any) -> Any:
 class EncodeRequest(EncodeOptions):
     """JSON body of `POST /v1/encode`: `input`, or chat `messages` whose media parts are taken in order."""
 
-    input: Annotated[list[Part], BeforeValidator(_as_list)] | None = Field(None, min_length=1)
+    input: Annotated[list[Part], BeforeValidator(_as_list, json_schema_input_type=str | list[Part])] | None = Field(
+        None, min_length=1
+    )
     messages: list[ChatMessage] | None = Field(None, min_length=1)
 
 

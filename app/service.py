@@ -13,10 +13,12 @@ from app.batcher import Batcher, Run
 from app.decode import DecodeLimits, Decoder
 from app.device import compute_dtype, dtype_name, resolve_device
 from app.fetch import Fetcher, FetchPolicy
+from app.intake import MAX_JSON_MARKS
 from app.keys import preprocessing_id
 from app.lifecycle import Lifecycle
 from app.pipeline import Pipeline
 from app.settings import InvalidSettings, Settings
+from app.store import DiskTier, EmbeddingStore, Tier
 from encoder import DeviceFailed, EncoderConfig, EncoderError, Engine, attention, largest_segment, load_config
 
 logger = structlog.get_logger("moonvit.service")
@@ -24,6 +26,7 @@ logger = structlog.get_logger("moonvit.service")
 MODEL_NAMES = {"kimi_k3": "kimi-k3", "kimi_k25": "kimi-k2.5"}
 QUEUED_BATCHES = 16  # default bound of the queue: about the work of half a minute on a busy GPU
 MAX_FILM_WORKERS = 8  # by default: each may hold gigabytes of frames
+PICTURE_STALL_S = 30.0  # the slowest picture within the limits takes about five
 GPU_STALL_S = 60.0  # the largest batch takes 1.3 s on an H200
 
 
@@ -61,10 +64,18 @@ class Service:
                 family=self.config.family,
             )
         self._fetcher = Fetcher(fetch_policy(settings))
+        self._store = EmbeddingStore(
+            settings.store_bytes,
+            width=self.config.vision.text_hidden_size,
+            dtype=torch.float32 if run is not None else self._dtype,
+            disk=None if settings.store_dir is None else DiskTier(settings.store_dir, settings.store_dir_bytes),
+            shared=shared_tier(settings),
+        )
         cores = os.cpu_count() or 1
+        self._limits = decode_limits(settings)
         self._decoder = Decoder(
             self.config,
-            decode_limits(settings),
+            self._limits,
             picture_threads=settings.decode_threads or cores,
             film_workers=settings.film_workers or min(cores, MAX_FILM_WORKERS),
         )
@@ -84,6 +95,7 @@ class Service:
         """
         start = time.monotonic()
         try:
+            await self._store.start()
             if self._run is not None:
                 await self._decoder.start()
                 self._serve_with(self._run, fingerprint="0" * 64)
@@ -93,7 +105,7 @@ class Service:
             self.lifecycle.failed(str(error))
             raise
         self.engine = engine
-        self._serve_with(lambda batch: engine.run(batch).to("cpu"), fingerprint=engine.fingerprint)
+        self._serve_with(engine.run_to_host, fingerprint=engine.fingerprint)
         logger.info(
             "ready",
             model=self.model_name,
@@ -105,8 +117,19 @@ class Service:
             seconds=round(time.monotonic() - start, 3),
         )
 
+    @property
+    def is_stuck(self) -> bool:
+        """A thread is in the device or a decoder and does not come back; only the end of the process ends it."""
+        return self._batcher is not None and self._batcher.live_threads > 0
+
+    async def abandon(self) -> None:
+        """Give up what is not done: its requests are answered with `Draining` now."""
+        if self._batcher is not None:
+            await asyncio.to_thread(self._batcher.close, 0.0)
+
     async def stop(self) -> None:
         """Fail what waits, and give back threads, processes and connections."""
+        await self._store.close()
         if self._batcher is not None:
             await asyncio.to_thread(self._batcher.close)
         await self._decoder.close()
@@ -135,8 +158,11 @@ class Service:
             fetcher=self._fetcher,
             decoder=self._decoder,
             batcher=self._batcher,
+            store=self._store,
             fingerprint=fingerprint,
             max_item_bytes=self.settings.max_item_bytes,
+            max_float_tokens=self.settings.max_float_tokens,
+            deadline_s=self.settings.deadline_ms / 1000,
             # Two batches keep the device busy; half the queue leaves room for others where it is short.
             window_patches=min(2 * self.max_batch_patches, self.max_queued_patches // 2),
         )
@@ -147,6 +173,10 @@ class Service:
         batcher = self._batcher
         if batcher is not None and batcher.failure is not None:
             self.lifecycle.failed("the device reported an error; only a restart helps")
+        elif batcher is not None and self.lifecycle.obstacle is None and batcher.live_threads < 2:
+            self.lifecycle.failed("a thread of the batcher ended; only a restart helps")
+        elif self._decoder.stuck_s > PICTURE_STALL_S:
+            return DeviceFailed(f"a picture has been decoded for more than {PICTURE_STALL_S:g} s")
         elif batcher is not None and self.lifecycle.obstacle is None:
             busy_since, limit = batcher.busy_since_s, self._stall_s()
             if busy_since is not None and limit is not None and time.monotonic() - busy_since > limit:
@@ -193,24 +223,55 @@ class Service:
                 "selected": engine.attention.name if engine else None,
                 "refused": engine.attention.refused if engine else {},
                 "self_test": engine.attention.self_test if engine else {},
+                "graph_buckets": engine.graphs.buckets if engine and engine.graphs else [],
             },
             "limits": {
                 "items": settings.max_items,
                 "body_bytes": settings.max_body_bytes,
+                "json_bytes": settings.max_json_bytes,
+                "json_marks": MAX_JSON_MARKS,
                 "item_bytes": settings.max_item_bytes,
                 "image_pixels": settings.max_image_pixels,
                 "video_frames": settings.max_video_frames,
                 "video_frames_walked": settings.max_video_frames_walked,
+                "video_duration_s": self._limits.max_film_duration_s,
+                "item_patches": self._limits.max_patches,
                 "float_tokens": settings.max_float_tokens,
                 "requests": settings.max_requests,
                 "deadline_ms": settings.deadline_ms,
+            },
+            "store": {
+                "max_bytes": self._store.stats.max_bytes,
+                "bytes": self._store.stats.bytes,
+                "entries": self._store.stats.entries,
+                "hits": self._store.stats.hits,
+                "misses": self._store.stats.misses,
+                "evictions": self._store.stats.evictions,
+                "disk": settings.store_dir is not None,
+                "shared": settings.store_url is not None,
             },
             "batching": {
                 "max_batch_patches": self.max_batch_patches,
                 "max_queued_patches": self.max_queued_patches,
                 "queued_patches": self._batcher.queued_patches if self._batcher else 0,
+                "device_busy": self._batcher is not None and self._batcher.busy_since_s is not None,
             },
         }
+
+
+def shared_tier(settings: Settings) -> Tier | None:
+    """The tier behind `--store-url`, where one is set.
+
+    Raises:
+        InvalidSettings: a URL that is none, or the library for it is not installed.
+    """
+    if settings.store_url is None:
+        return None
+    try:
+        from app.store.shared import SharedTier
+    except ImportError as error:
+        raise InvalidSettings("--store-url needs the extra `store`: pip install 'moonvit-serve[store]'") from error
+    return SharedTier(settings.store_url, ttl_s=settings.store_ttl_s)
 
 
 def _batch_budget(settings: Settings, config: EncoderConfig) -> int:

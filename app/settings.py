@@ -3,6 +3,7 @@
 import difflib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, ValidationError, field_validator
@@ -63,6 +64,9 @@ class Settings(BaseSettings):
 
     max_items: int = Field(64, ge=1, le=4096, description="items in one request")
     max_body_bytes: int = Field(256 * MiB, ge=1024, description="bytes of a request body")
+    max_json_bytes: int = Field(
+        64 * MiB, ge=1024, description="bytes of a JSON body; larger media travel as a form or a raw body"
+    )
     max_item_bytes: int = Field(128 * MiB, ge=1024, description="bytes of one picture or film")
     max_image_pixels: int = Field(64_000_000, ge=1, description="pixels of one picture or frame")
     max_video_frames: int = Field(2048, ge=1, description="frames sampled from one film")
@@ -77,6 +81,16 @@ class Settings(BaseSettings):
     film_workers: int = Field(0, ge=0, le=64, description="processes that decode films; 0: one per CPU core, at most 8")
     film_deadline_s: float = Field(60.0, gt=0, description="seconds one film may take to decode")
     film_worker_memory_bytes: int = Field(4096 * MiB, ge=256 * MiB, description="address space of one film process")
+
+    store_bytes: int = Field(
+        2048 * MiB, ge=0, description="memory for embeddings of items that come again; 0 keeps none"
+    )
+    store_dir: Path | None = Field(None, description="directory to keep embeddings in, over a restart too [none]")
+    store_dir_bytes: int = Field(64 * 1024 * MiB, ge=MiB, description="bytes in that directory")
+    store_url: str | None = Field(
+        None, description="Redis or Valkey server to share embeddings through, redis://HOST:PORT/DB [none]"
+    )
+    store_ttl_s: int = Field(3600, ge=1, description="seconds an embedding stays on that server")
 
     allowed_media_domains: Annotated[tuple[str, ...], NoDecode] = Field(
         (), description="hosts media may be fetched from, comma-separated [any public host]"

@@ -1,6 +1,7 @@
 """Deadlines, overload, clients that leave, start-up and draining: what the service does when things do not go well."""
 
 import asyncio
+import base64
 import io
 import json
 import threading
@@ -123,7 +124,8 @@ async def test_clients_that_leave_take_their_work_with_them(connect: Connect) ->
     client = await connect(run=tower)
     first = asyncio.create_task(encode(client, image(png(1))))
     await tower.busy()
-    leaving = [asyncio.create_task(_post_and_leave(client.app, png(2, 56, 56))) for _ in range(20)]  # type: ignore[attr-defined]
+    app = client.app  # type: ignore[attr-defined]
+    leaving = [asyncio.create_task(_post_and_leave(app, png(2 + i, 56, 56))) for i in range(20)]
     await until_queued(client, 20 * 16)
     for task in leaving:
         task.cancel()
@@ -134,6 +136,24 @@ async def test_clients_that_leave_take_their_work_with_them(connect: Connect) ->
     assert tower.patches_run == 4
     lifecycle: Lifecycle = client.app.state.service.lifecycle  # type: ignore[attr-defined]
     assert await lifecycle.idle(5)
+
+
+def http_scope(headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/encode",
+        "raw_path": b"/v1/encode",
+        "query_string": b"",
+        "headers": headers,
+        "scheme": "http",
+        "server": ("service", 80),
+        "client": ("client", 1),
+        "root_path": "",
+        "state": {},
+    }
 
 
 async def _post_and_leave(app: Any, body: bytes) -> None:
@@ -152,21 +172,7 @@ async def _post_and_leave(app: Any, body: bytes) -> None:
     async def send(message: Any) -> None:
         raise AssertionError("nothing is sent to a client that left")
 
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": "/v1/encode",
-        "raw_path": b"/v1/encode",
-        "query_string": b"",
-        "headers": [(b"content-type", b"image/png")],
-        "scheme": "http",
-        "server": ("service", 80),
-        "client": ("client", 1),
-        "root_path": "",
-        "state": {},
-    }
+    scope = http_scope([(b"content-type", b"image/png")])
     task = asyncio.create_task(app(scope, receive, send))
     try:
         await asyncio.shield(task)
@@ -201,21 +207,7 @@ async def test_a_stream_sends_what_is_done_while_the_rest_still_runs(connect: Co
         await asyncio.sleep(3600)
         raise AssertionError
 
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": "/v1/encode",
-        "raw_path": b"/v1/encode",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json"), (b"accept", b"application/x-ndjson")],
-        "scheme": "http",
-        "server": ("service", 80),
-        "client": ("client", 1),
-        "root_path": "",
-        "state": {},
-    }
+    scope = http_scope([(b"content-type", b"application/json"), (b"accept", b"application/x-ndjson")])
     request = asyncio.create_task(app(scope, receive, send))
     await tower.busy()  # whichever was decoded first
     tower.release(1)
@@ -317,6 +309,7 @@ async def test_models_and_info_say_what_runs(client: httpx.AsyncClient) -> None:
         "max_batch_patches": 71_424,
         "max_queued_patches": 16 * 71_424,
         "queued_patches": 0,
+        "device_busy": False,
     }
     assert "reference" not in json.dumps(info["limits"])
 
@@ -335,6 +328,11 @@ async def test_the_openapi_document_describes_all_three_forms(client: httpx.Asyn
     assert operation["requestBody"] == {"$ref": "#/components/requestBodies/Encode"}
     assert {"400", "404", "408", "413", "415", "422", "424", "429", "500", "503", "504"} <= set(operation["responses"])
     assert {"fps", "max_frames", "dtype", "uuid"} <= {parameter["name"] for parameter in operation["parameters"]}
+    assert operation["responses"]["422"]["content"].keys() == {"application/problem+json"}
+    assert "405" in operation["responses"]
+    assert "422" not in document["paths"]["/problems/{slug}"]["get"]["responses"]
+    parts = document["components"]["schemas"]["EncodeRequest"]["properties"]["input"]
+    assert "string" in json.dumps(parts)
     references = set(_references(document))
     schemas = document["components"]["schemas"]
     assert {name for name in references if "/schemas/" in name} <= {f"#/components/schemas/{name}" for name in schemas}
@@ -361,3 +359,104 @@ async def test_each_request_is_one_log_line_without_media(
         assert part in line
     assert "private-name" not in out
     assert response.json()["data"][0]["embedding"][:40] not in out
+
+
+async def test_no_answer_holds_another_callers_embedding(connect: Connect) -> None:
+    """Two callers in one batch, in the format that could write a whole batch."""
+    tower = SlowTower()
+    client = await connect(run=tower)
+    first = asyncio.create_task(encode(client, image(png(1))))
+    await tower.busy()
+    victim = asyncio.create_task(encode(client, image(png(77))))
+    await until_queued(client, 4)
+    other = asyncio.create_task(encode(client, image(png(99)), encoding_format="torch_base64"))
+    await until_queued(client, 8)
+    tower.release()
+    assert (await first).status_code == (await victim).status_code == 200
+    saved = base64.b64decode((await other).json()["data"][0]["embedding"])
+    tensor = torch.load(io.BytesIO(saved), weights_only=True)
+    assert tensor.untyped_storage().nbytes() == tensor.nbytes
+    assert float(tensor[0, 0]) == pytest.approx(99)
+
+
+async def test_float_is_limited_before_any_text_is_made(connect: Connect) -> None:
+    calls = 0
+
+    def counting(batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return fake_run(batch)
+
+    client = await connect(run=counting, max_float_tokens=5)
+    picture = image(png(1, 84, 56))
+    problem = check(await encode(client, picture, encoding_format="float"), 413, "limit_exceeded")
+    assert "limit 5" in problem["detail"]
+    # What was computed is not lost: the same picture in a form that is allowed costs nothing more.
+    assert (await encode(client, picture)).json()["data"][0]["cache"] == "hit"
+    assert calls == 1
+    await encode(client, *[image(png(i, 56, 28)) for i in range(2)], encoding_format="float")
+    check(
+        await encode(client, *[image(png(i, 56, 28)) for i in range(3)], encoding_format="float"), 413, "limit_exceeded"
+    )
+
+
+async def test_a_client_that_breaks_off_its_upload_is_no_bug(
+    connect: Connect, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = await connect()
+    messages: Any = iter(
+        [
+            {"type": "http.request", "body": b"secret-body", "more_body": True},
+            {"type": "http.disconnect"},
+        ]
+    )
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(message: Any) -> None:
+        raise AssertionError("nothing is sent to a client that left")
+
+    scope = http_scope([(b"content-type", b"image/png"), (b"authorization", b"Bearer secret-key")])
+    capsys.readouterr()
+    await client.app(scope, receive, send)  # type: ignore[attr-defined]
+    out = capsys.readouterr().out
+    assert "status=499" in out
+    assert "secret" not in out
+
+
+async def test_a_stopped_reader_is_given_up(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.responses.WRITE_STALL_S", 0.05)
+    client = await connect()
+    received: Any = iter([{"type": "http.request", "body": png(1), "more_body": False}])
+
+    async def receive() -> Any:
+        for message in received:
+            return message
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(3600)
+
+    app = client.app  # type: ignore[attr-defined]
+    await asyncio.wait_for(app(http_scope([(b"content-type", b"image/png")]), receive, send), 10)
+    assert app.state.service.lifecycle.in_flight == 0
+
+
+async def test_probes_may_ask_for_the_head_only(client: httpx.AsyncClient) -> None:
+    for path in ("/health", "/health/live", "/health/ready"):
+        response = await client.head(path)
+        assert (response.status_code, response.content) == (200, b"")
+
+
+async def test_a_path_is_never_redirected(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/encode/", content=b"x", headers={"content-type": "image/png", "host": "evil"})
+    check(response, 404, "not_found")
+
+
+async def test_a_batcher_whose_thread_died_is_not_ready(client: httpx.AsyncClient) -> None:
+    service = client.app.state.service  # type: ignore[attr-defined]
+    service._batcher.close()
+    check(await client.get("/health/ready"), 503, "device_failed")

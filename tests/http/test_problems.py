@@ -119,7 +119,8 @@ async def test_limits_are_stated(connect: Connect) -> None:
         max_items=3, max_body_bytes=20_000, max_item_bytes=5_000, max_image_pixels=10_000, max_float_tokens=2
     )
     check(await encode(client, *["x"] * 4), 413, "limit_exceeded")
-    check(await client.post("/v1/encode", content=b"x" * 20_001), 413, "limit_exceeded")
+    png_type = {"content-type": "image/png"}
+    check(await client.post("/v1/encode", content=b"x" * 20_001, headers=png_type), 413, "limit_exceeded")
     check(await encode(client, data_uri(b"\x89PNG" + bytes(6000))), 413, "limit_exceeded", 0)
     assert "limit 10000" in check(await encode(client, image(png(1, 101, 100))), 413, "limit_exceeded", 0)["detail"]
     big = image(png(1, 84, 28))

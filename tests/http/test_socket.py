@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -300,5 +301,48 @@ def test_a_port_in_use_is_a_clear_failure(url: str) -> None:
     port = url.rsplit(":", 1)[1]
     command = [sys.executable, "-m", "app.cli", "serve", "--port", port]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment(), check=False)
-    assert done.returncode != 0
-    assert "address already in use" in done.stderr
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in done.stderr
+
+
+def test_signals_end_the_process_while_a_batch_runs() -> None:
+    """A device cannot be interrupted; the process ends all the same, and the client hears why."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (3000, 2000), (200, 10, 10)).save(buffer, "PNG")
+    for kind, flags in ((signal.SIGINT, ()), (signal.SIGTERM, ("--drain-timeout-s", "0.5"))):
+        with running("--film-workers", "1", *flags) as (process, url):
+            answers: list[httpx.Response] = []
+
+            def send(url: str = url, answers: list[httpx.Response] = answers) -> None:
+                headers = {"content-type": "image/png"}
+                answers.append(httpx.post(f"{url}/v1/encode", content=buffer.getvalue(), headers=headers, timeout=60))
+
+            client = threading.Thread(target=send)
+            client.start()
+            wait_until_busy(url)
+            start = time.monotonic()
+            process.send_signal(kind)
+            assert process.wait(timeout=30) == 0
+            assert time.monotonic() - start < 15
+            client.join()
+            assert (answers[0].status_code, answers[0].json()["code"]) == (503, "draining")
+
+
+def wait_until_busy(url: str) -> None:
+    for _ in range(2000):
+        if httpx.get(f"{url}/v1/info").json()["batching"]["device_busy"]:
+            return
+        time.sleep(0.005)
+    pytest.fail("the picture never reached the device")
+
+
+def test_a_body_offered_with_an_upgrade_is_read(url: str) -> None:
+    """Some clients offer HTTP/2 with every request on a plain connection."""
+    headers = {
+        "content-type": "image/png",
+        "connection": "Upgrade, HTTP2-Settings",
+        "upgrade": "h2c",
+        "http2-settings": "AA",
+    }
+    response = httpx.post(f"{url}/v1/encode", content=png(5), headers=headers)
+    assert response.status_code == 200

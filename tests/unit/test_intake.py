@@ -12,8 +12,8 @@ from app.intake import Job, parse, read_body
 BOUNDARY = "frontier"
 
 
-def parse_json(document: object, **headers: str) -> Job:
-    return parse({"content-type": "application/json"} | headers, [], orjson.dumps(document), 64)
+def parse_json(document: object, accept: str = "") -> Job:
+    return parse({"content-type": "application/json"}, accept, [], orjson.dumps(document), 64)
 
 
 def form(*parts: tuple[str, bytes]) -> bytes:
@@ -23,7 +23,7 @@ def form(*parts: tuple[str, bytes]) -> bytes:
 
 
 def parse_form(*parts: tuple[str, bytes], max_items: int = 64) -> Job:
-    return parse({"content-type": f"multipart/form-data; boundary={BOUNDARY}"}, [], form(*parts), max_items)
+    return parse({"content-type": f"multipart/form-data; boundary={BOUNDARY}"}, "", [], form(*parts), max_items)
 
 
 FILE = 'Content-Disposition: form-data; name="file"; filename="a.png"'
@@ -86,9 +86,20 @@ def test_options_of_a_part_win_over_those_of_the_request() -> None:
         ),
         ({"input": [{"type": "video_url", "video_url": "x", "max_frames": 1.5}]}, "input[0].max_frames: "),
         ({"input": [{"type": "video_url"}]}, "input[0].video_url: required"),
-        ({"input": [{"type": "audio_url"}]}, "input[0]: Input tag 'audio_url' found"),
-        ({"input": [{"url": "x"}]}, "input[0]: an object with a type"),
-        ({"input": [5]}, "input[0]: "),
+        ({"input": [{"type": "audio_url"}]}, "input[0]: must be an object with a type, image_url or video_url"),
+        ({"input": [{"url": "x"}]}, "input[0]: must be an object with a type, image_url or video_url"),
+        ({"input": [5]}, "input[0]: must be an object with a type, image_url or video_url"),
+        ({"input": [{"type": "image_url", "image_url": 7}]}, "input[0].image_url: must be an object"),
+        (
+            {"messages": [{"content": [{"type": "image_url", "image_url": "x", "detail": "low"}]}]},
+            "messages[0].content[0].detail: unknown field",
+        ),
+        ({"messages": [{"content": [{"type": "audio_url"}]}]}, "messages[0].content[0]: must be an object with a type"),
+        ({"messages": [{"content": [{"type": "image_url"}]}]}, "messages[0].content[0].image_url: required"),
+        ({"messages": [{"content": 5}]}, "messages[0].content: "),
+        ({"messages": ["hello"]}, "messages[0]: must be an object"),
+        ({"input": ["x"], "": 1}, "'': unknown field"),
+        ({"input": ["x"], "a\nb": 1}, "'a\\nb': unknown field"),
         ({"input": [{"type": "image_url", "image_url": ""}]}, "input[0].image_url.url: "),
         ({"input": ["x"], "delivery": "reference"}, "delivery: Input should be 'inline'"),
         ({"input": ["x"], "encoding_format": "bytes"}, "encoding_format: Input should be 'base64'"),
@@ -110,11 +121,11 @@ def test_a_wrong_document_is_refused_with_the_field_named(document: object, mess
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"{'input': 1}", b"NaN"])
 def test_a_body_that_is_not_json_is_refused_with_its_place(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"request body (is not JSON \(line \d+, column \d+\)|must be)"):
-        parse({"content-type": "application/json"}, [], body, 64)
+        parse({"content-type": "application/json"}, "", [], body, 64)
 
 
 def test_too_many_items_are_counted_before_they_are_looked_at() -> None:
-    with pytest.raises(LimitExceeded, match="input: 65 entries, limit 64"):
+    with pytest.raises(LimitExceeded, match="input: 65 items, limit 64"):
         parse_json({"input": [{"nonsense": 1}] * 65})
     parts = [{"type": "image_url", "image_url": "x"}] * 33
     with pytest.raises(LimitExceeded, match="messages: 66 media parts, limit 64"):
@@ -155,7 +166,7 @@ def test_a_form_field_of_megabytes_is_data_like_any_other() -> None:  # M21
     [
         ([('Content-Disposition: form-data; name="request"', b"{}")], "form has no file part"),
         ([('Content-Disposition: form-data; name="request"', b"{")], "form part request is not JSON"),
-        ([('Content-Disposition: form-data; name="request"', b"3")], "request: "),
+        ([('Content-Disposition: form-data; name="request"', b"3")], "request: must be an object"),
         ([('Content-Disposition: form-data; name="request"', b'{"input":[]}')], "request: input: unknown field"),
         ([('Content-Disposition: form-data; name="request"', b"{}")] * 2, "form part request is given twice"),
         ([('Content-Disposition: form-data; name="fps"', b"2")], "form field 'fps' is unknown"),
@@ -176,23 +187,24 @@ def test_a_wrong_form_is_refused(parts: list[tuple[str, bytes]], message: str) -
         ("multipart/form-data; boundary=frontier", form((FILE, b"x"))[:-6]),
         ("multipart/form-data; boundary=frontier", form((FILE, b"xyz"))[:-20]),
         ("multipart/form-data; boundary=frontier", b""),
+        ("multipart/form-data; boundary=" + "x" * 300, form((FILE, b"x"))),
         ("multipart/form-data; boundary=frontier", b"--frontier\r\nBad Header\x00: x\r\n\r\n"),
     ],
 )
 def test_a_body_that_does_not_keep_to_its_boundary_is_refused(content_type: str, body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="multipart/form-data"):
-        parse({"content-type": content_type}, [], body, 64)
+        parse({"content-type": content_type}, "", [], body, 64)
 
 
 def test_a_raw_body_takes_its_options_from_the_query() -> None:
     query = [("fps", "0.5"), ("max_frames", "7"), ("allow_partial", "true"), ("dtype", "float16"), ("uuid", "u1")]
-    job = parse({"content-type": "video/mp4; codecs=avc1"}, query, b"bytes", 64)
+    job = parse({"content-type": "video/mp4; codecs=avc1"}, "", query, b"bytes", 64)
     (item,) = job.items
     assert (item.kind, item.source, item.uuid) == ("video", b"bytes", "u1")
     assert (item.options.fps, item.options.max_frames, item.options.allow_partial) == (0.5, 7, True)
     assert job.options.dtype == "float16"
-    assert parse({"content-type": "application/octet-stream"}, [], b"x", 64).items[0].kind is None
-    assert parse({"content-type": "IMAGE/Nonsense"}, [], b"x", 64).items[0].kind == "image"
+    assert parse({"content-type": "application/octet-stream"}, "", [], b"x", 64).items[0].kind is None
+    assert parse({"content-type": "IMAGE/Nonsense"}, "", [], b"x", 64).items[0].kind == "image"
 
 
 @pytest.mark.parametrize(
@@ -207,24 +219,24 @@ def test_a_raw_body_takes_its_options_from_the_query() -> None:
 )
 def test_a_wrong_query_is_refused(query: list[tuple[str, str]], message: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        parse({"content-type": "image/png"}, query, b"x", 64)
+        parse({"content-type": "image/png"}, "", query, b"x", 64)
     assert message in str(refusal.value)
 
 
 def test_a_query_beside_a_json_body_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="query: 'fps' is unknown"):
-        parse({"content-type": "application/json"}, [("fps", "2")], b'{"input":["x"]}', 64)
+        parse({"content-type": "application/json"}, "", [("fps", "2")], b'{"input":["x"]}', 64)
 
 
 @pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded", "audio/wav"])
 def test_another_content_type_is_refused_with_the_allowed_ones(content_type: str) -> None:
     with pytest.raises(UnsupportedMedia, match=r"allowed: application/json, multipart/form-data, image/\*"):
-        parse({"content-type": content_type}, [], b"x", 64)
+        parse({"content-type": content_type}, "", [], b"x", 64)
 
 
 def test_compressed_bodies_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="Content-Encoding"):
-        parse({"content-type": "application/json", "content-encoding": "gzip"}, [], b"", 64)
+        parse({"content-type": "application/json", "content-encoding": "gzip"}, "", [], b"", 64)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +249,10 @@ def test_compressed_bodies_are_refused() -> None:
         ("*/*", "safetensors", ("safetensors", False)),
         ("application/x-ndjson", None, ("base64", True)),
         ("application/x-ndjson", "torch_base64", ("torch_base64", True)),
+        ("text/html,application/vnd.safetensors", None, ("safetensors", False)),
+        ("application/vnd.safetensors;q=0, */*", None, ("base64", False)),
+        ("application/x-ndjson; q=0.0", None, ("base64", False)),
+        ("application/x-ndjson;q=0.5", None, ("base64", True)),
     ],
 )
 def test_the_answers_form_comes_from_the_field_or_the_header(
@@ -284,3 +300,30 @@ async def test_a_chunked_body_is_stopped_while_it_is_read() -> None:  # M22
 async def test_a_body_that_does_not_arrive_is_given_up() -> None:
     with pytest.raises(ClientTooSlow, match=r"2 bytes of the request body arrived within 0\.05 s"):
         await read_body(pieces(b"ab", b"cd", pause_s=0.04), None, 100, 0.05)
+
+
+def test_a_document_of_very_many_values_is_refused_before_it_is_parsed() -> None:
+    document = {"input": ["x"]} | {f"k{i}": 0 for i in range(70_000)}
+    with pytest.raises(LimitExceeded, match=r"request body with 700\d\d commas and brackets, limit 65536"):
+        parse_json(document)
+
+
+def test_text_of_a_conversation_does_not_count_as_items() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "and, then,"}]} for _ in range(100)]
+    messages.append({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]})
+    assert len(parse_json({"messages": messages}).items) == 1
+
+
+def test_a_form_may_have_a_preamble_and_an_epilogue() -> None:
+    body = b"This is a message in several parts.\r\n" + form((FILE, b"--frontier in the middle")) + b"\r\nthe end"
+    (item,) = parse({"content-type": f"multipart/form-data; boundary={BOUNDARY}"}, "", [], body, 64).items
+    assert item.source == b"--frontier in the middle"
+
+
+def test_a_file_may_have_only_an_encoded_name() -> None:
+    head = "Content-Disposition: form-data; name=\"f\"; filename*=UTF-8''%e2%82%ac.png"
+    assert parse_form((head, b"data")).items[0].source == b"data"
+
+
+def test_an_empty_content_encoding_is_none() -> None:
+    assert parse({"content-type": "image/png", "content-encoding": ""}, "", [], b"x", 64).items

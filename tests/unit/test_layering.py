@@ -18,12 +18,32 @@ ENCODER: dict[str, set[str]] = {
     "segments": {"config", "errors", "grid"},
     "preprocess": {"config", "errors", "grid", "segments"},
     "position": {"config", "grid"},
-    "model": {"attention", "config", "grid", "position", "segments"},
+    "ops": {"config", "grid", "position", "segments"},
+    "fused_kernels": set(),
+    "fused": {"config", "fused_kernels", "grid", "ops"},
+    "fusion": {"config", "fused", "grid", "ops", "position"},
+    "model": {"attention", "config", "grid", "ops", "position"},
     "demo": {"config", "errors"},
     "checkpoint": {"config", "demo", "errors"},
     "weights": {"checkpoint", "config", "demo", "errors", "model"},
     "export": {"checkpoint", "config", "demo", "errors", "weights"},
-    "engine": {"attention", "checkpoint", "config", "errors", "grid", "model", "segments", "weights"},
+    "device": {"errors"},
+    "transfers": set(),
+    "graphs": {"attention", "attention.triton_varlen", "model"},
+    "engine": {
+        "attention",
+        "checkpoint",
+        "config",
+        "device",
+        "errors",
+        "fusion",
+        "graphs",
+        "grid",
+        "model",
+        "segments",
+        "transfers",
+        "weights",
+    },
     "attention": {"attention.contract", "attention.selection", "attention.startup", "attention.table"},
     "attention.contract": set(),
     "attention.selection": {"attention.contract", "attention.table", "errors"},
@@ -40,7 +60,7 @@ ENCODER: dict[str, set[str]] = {
     "attention.triton_kernel": set(),
 }
 WEB = {"fastapi", "starlette", "uvicorn"}
-WEB_FILES = {"app.main", "app.routes", "app.boundary", "app.responses", "app.openapi"}
+WEB_FILES = {"app.main", "app.routes", "app.boundary", "app.responses", "app.openapi", "app.protocol"}
 NOT_IN_ENCODER = WEB | {"app", "httpcore", "httpx", "orjson", "pydantic", "pydantic_settings", "rich", "structlog"}
 DECODERS = {"PIL", "av", "decord"}
 
@@ -144,7 +164,7 @@ def test_decode_knows_nothing_of_requests(module: str) -> None:
 def test_only_settings_read_our_variables() -> None:
     readers = {name for name in APP_MODULES if "environ" in MODULES[name].read_text(encoding="utf-8")}
     # The film pool passes a few harmless variables on to its processes.
-    assert readers == {"app.settings", "app.decode.workers"}
+    assert readers == {"app.settings", "app.decode.worker_process"}
 
 
 def test_importing_encoder_loads_no_web_framework_and_no_kernel() -> None:

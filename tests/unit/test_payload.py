@@ -60,7 +60,7 @@ def test_raw_pieces_are_the_tensors_own_memory() -> None:
 def test_conversion_rounds_once_and_refuses_what_does_not_fit() -> None:
     exact = torch.tensor([[1.00390625, -3.0]])
     assert convert(exact, "bfloat16").tolist() == [[1.0, -3.0]]
-    assert convert(exact, "float32").data_ptr() == exact.data_ptr()
+    assert convert(exact, "float32").data_ptr() == exact.data_ptr()  # already its own
     assert convert(torch.tensor([[65504.0]]), "float16").tolist() == [[65504.0]]
     with pytest.raises(DtypeOverflow, match="magnitude 70000, float16 ends at 65504"):
         convert(torch.tensor([[1.0, -70000.0]]), "float16")
@@ -108,3 +108,15 @@ def test_a_safetensors_file_of_nothing() -> None:
     back = load(safetensors_file([], [0], 96, "bfloat16", {}).tobytes())
     assert back["embeddings"].shape == (0, 96)
     assert back["token_offsets"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("rows", [slice(0, 2), slice(2, 5)])
+def test_what_leaves_shares_memory_with_nobody(rows: slice) -> None:
+    """Rows are views of a batch, and `torch.save` writes all of a view's memory: other callers' embeddings too."""
+    batch = numbers(5)
+    own = convert(batch[rows], "float32")
+    assert torch.equal(own, batch[rows])
+    assert own.untyped_storage().nbytes() == own.nbytes
+    saved = base64.b64decode(json.loads(embedding_json(own, "torch_base64").tobytes()))
+    back = torch.load(io.BytesIO(saved), weights_only=True)
+    assert back.untyped_storage().nbytes() == own.nbytes

@@ -1,0 +1,125 @@
+"""An embedding is computed once: for the same bytes again, for callers at the same time, and over a restart."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.clips import make_film
+from tests.http.conftest import Connect, fake_run, png
+from tests.http.test_behaviour import SlowTower, until_queued
+from tests.http.test_encode import data_uri, encode, image, numbers
+from tests.http.test_problems import check
+
+
+class CountingTower:
+    def __init__(self) -> None:
+        self.segments = 0
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        self.segments += len(batch)
+        return fake_run(batch)
+
+
+async def test_the_same_bytes_again_are_not_decoded_again(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = CountingTower()
+    client = await connect(run=tower)
+    first = (await encode(client, image(png(40, 56, 28)))).json()
+
+    async def no_decoding(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a hit is found before decoding")
+
+    monkeypatch.setattr(client.app.state.service._decoder, "prepare", no_decoding)  # type: ignore[attr-defined]
+    again = (await encode(client, image(png(40, 56, 28)))).json()
+    assert (first["data"][0].pop("cache"), again["data"][0].pop("cache")) == ("miss", "hit")
+    assert first["data"] == again["data"]
+    assert tower.segments == 1
+    assert again["timing_ms"]["decode"] == again["timing_ms"]["encode"] == 0
+    store = (await client.get("/v1/info")).json()["store"]
+    assert (store["hits"], store["misses"], store["entries"]) == (1, 1, 1)
+
+
+async def test_a_film_from_the_store_says_all_that_it_said(connect: Connect) -> None:
+    tower = CountingTower()
+    client = await connect(run=tower)
+    part = {"type": "video_url", "video_url": data_uri(make_film(num_frames=6, fps=8), "video/mp4")}
+    first, again = [(await encode(client, part)).json()["data"][0] for _ in range(2)]
+    assert (first.pop("cache"), again.pop("cache")) == ("miss", "hit")
+    assert first == again
+    assert tower.segments == 2
+    other = (await encode(client, part | {"max_frames": 2})).json()["data"][0]
+    assert other["cache"] == "miss"
+
+
+async def test_every_dtype_is_made_from_what_is_stored(connect: Connect) -> None:
+    client = await connect(run=CountingTower())
+    exact = numbers((await encode(client, image(png(77)))).json()["data"][0])
+    half = (await encode(client, image(png(77)), dtype="float16")).json()["data"][0]
+    assert half["cache"] == "hit"
+    assert (await encode(client, image(png(77)))).json()["data"][0]["cache"] == "hit"
+    assert numbers((await encode(client, image(png(77)))).json()["data"][0]).tolist() == exact.tolist()
+
+
+async def test_callers_at_the_same_time_share_one_computation(connect: Connect) -> None:
+    tower = SlowTower()
+    client = await connect(run=tower)
+    first = asyncio.create_task(encode(client, image(png(1))))
+    await tower.busy()
+    same = [asyncio.create_task(encode(client, image(png(2, 56, 56)))) for _ in range(30)]
+    await until_queued(client, 16)
+    tower.release()
+    answers = [response.json()["data"][0] for response in await asyncio.gather(*same)]
+    assert len({answer["embedding"] for answer in answers}) == 1
+    assert (await first).status_code == 200
+    assert tower.patches_run == 4 + 16
+
+
+async def test_one_callers_deadline_is_not_the_others(connect: Connect) -> None:
+    tower = SlowTower()
+    client = await connect(run=tower)
+    first = asyncio.create_task(encode(client, image(png(1))))
+    await tower.busy()
+    hasty = asyncio.create_task(encode(client, image(png(2)), deadline_ms=100))
+    await until_queued(client, 4)
+    patient = asyncio.create_task(encode(client, image(png(2))))
+    check(await hasty, 504, "deadline_exceeded", 0)
+    tower.release()
+    assert (await patient).status_code == 200
+    assert (await first).status_code == 200
+
+
+async def test_a_failure_is_not_kept(connect: Connect) -> None:
+    fail = True
+
+    def sometimes(batch: Any) -> torch.Tensor:
+        if fail:
+            raise KeyError("bug")
+        return fake_run(batch)
+
+    client = await connect(run=sometimes)
+    check(await encode(client, image(png(1))), 500, "internal", 0)
+    fail = False
+    assert (await encode(client, image(png(1)))).json()["data"][0]["cache"] == "miss"
+
+
+async def test_without_memory_nothing_is_kept(connect: Connect) -> None:
+    tower = CountingTower()
+    client = await connect(run=tower, store_bytes=0)
+    for _ in range(2):
+        assert (await encode(client, image(png(1)))).json()["data"][0]["cache"] == "miss"
+    assert tower.segments == 2
+
+
+async def test_a_directory_keeps_embeddings_over_a_restart(connect: Connect, tmp_path: Path) -> None:
+    before = CountingTower()
+    client = await connect(run=before, store_dir=tmp_path / "store")
+    first = (await encode(client, image(png(8)))).json()["data"][0]
+    await client.app.state.service.stop()  # type: ignore[attr-defined]
+    after = CountingTower()
+    client = await connect(run=after, store_dir=tmp_path / "store")
+    again = (await encode(client, image(png(8)))).json()["data"][0]
+    assert (first.pop("cache"), again.pop("cache")) == ("miss", "hit")
+    assert first == again
+    assert after.segments == 0
