@@ -46,8 +46,9 @@ format: $(INSTALLED)  ## rewrite the files in the house style
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
 
-readme: $(INSTALLED)  ## rewrite the generated tables in README.md
+readme: $(INSTALLED)  ## rewrite the generated tables in README.md and docs/metrics.md
 	$(PY) scripts/readme_tables.py
+	$(PY) -m scripts.metrics_table
 
 bench: $(INSTALLED)  ## measure on the CPU, write benchmarks/results/*.json and the README
 	$(PY) -m benchmarks.tower_cpu

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from app.errors import Draining, LimitExceeded, Overloaded
+from app.metrics import Metrics
 from encoder import DeviceFailed, EncoderConfig, PackedBatch, Segment, pack, split
 
 logger = logging.getLogger(__name__)
@@ -78,9 +79,18 @@ class Batcher:
         run: the tower; called from the device thread only.
         max_batch_patches: at least the largest legal segment, so that every segment fits a batch.
         max_queued_patches: beyond, `encode` raises `Overloaded`.
+        metrics: where batches are counted.
     """
 
-    def __init__(self, run: Run, config: EncoderConfig, *, max_batch_patches: int, max_queued_patches: int) -> None:
+    def __init__(
+        self,
+        run: Run,
+        config: EncoderConfig,
+        *,
+        max_batch_patches: int,
+        max_queued_patches: int,
+        metrics: Metrics | None = None,
+    ) -> None:
         self._run = run
         self._config = config
         self._max_batch = max_batch_patches
@@ -93,6 +103,7 @@ class Batcher:
         self._running: list[Ticket] = []
         self._closed = False
         self._rate = DrainRate()
+        self._metrics = metrics or Metrics()
         self.failure: DeviceFailed | None = None  # set once the device is unusable
         self.busy_since_s: float | None = None  # monotonic start of the batch that runs now
         self._threads = [
@@ -234,13 +245,15 @@ class Batcher:
         try:
             if isinstance(packed, Exception):
                 raise packed
-            rows = split(self._run(packed), packed)
+            rows = self._run_packed(packed)
         except DeviceFailed as error:
             self.failure = error
+            self._metrics.batches.labels("failed").inc()
             _fail_all(batch, error)
         except Exception as error:
             self._halve(batch, error)
         else:
+            self._metrics.batches.labels("ok").inc()
             self._rate.add(_patches(batch), time.monotonic() - start)
             for ticket, own in zip(batch, rows, strict=True):
                 ticket.fulfil(own)
@@ -248,10 +261,24 @@ class Batcher:
             self.busy_since_s = None
             self._running = []
 
+    def _run_packed(self, packed: PackedBatch) -> list[Tensor]:
+        metrics, start = self._metrics, time.monotonic()
+        metrics.batch_patches.observe(sum(packed.lengths))
+        metrics.batch_segments.observe(len(packed))
+        try:
+            rows = split(self._run(packed), packed)
+        finally:
+            metrics.device_busy_seconds.inc(time.monotonic() - start)
+        metrics.patches.inc(sum(packed.lengths))
+        metrics.tokens.inc(sum(packed.num_tokens))
+        return rows
+
     def _halve(self, batch: list[Ticket], error: Exception) -> None:
         if len(batch) == 1:
+            self._metrics.batches.labels("failed").inc()
             batch[0].fail(error)
             return
+        self._metrics.batches.labels("halved").inc()
         logger.warning("batch of %d segments failed (%s): running its halves", len(batch), type(error).__name__)
         middle = len(batch) // 2
         for half in (batch[:middle], batch[middle:]):

@@ -18,7 +18,9 @@ from starlette.responses import Response
 from app import openapi
 from app.batcher import Run
 from app.boundary import RequestBoundary, error_response, problem_response
+from app.gauges import install_gauges
 from app.logs import configure_logging
+from app.loop_lag import watch_event_loop
 from app.memory import keep_memory_flat
 from app.problems import METHOD_NOT_ALLOWED, NOT_FOUND, document
 from app.protocol import Protocol
@@ -47,6 +49,7 @@ def create_app(settings: Settings, run: Run | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        lag = asyncio.create_task(watch_event_loop(service.metrics.event_loop_lag_seconds))
         starting = asyncio.create_task(service.start())
         app.state.starting = starting
         if run is not None:
@@ -56,6 +59,8 @@ def create_app(settings: Settings, run: Run | None = None) -> FastAPI:
         finally:
             await asyncio.gather(starting, return_exceptions=True)
             await service.stop()
+            lag.cancel()
+            await asyncio.gather(lag, return_exceptions=True)
 
     app = FastAPI(
         title="moonvit-serve",
@@ -68,7 +73,8 @@ def create_app(settings: Settings, run: Run | None = None) -> FastAPI:
     )
     app.state.service = service
     app.include_router(router)
-    app.add_middleware(RequestBoundary, lifecycle=service.lifecycle)
+    app.add_middleware(RequestBoundary, lifecycle=service.lifecycle, metrics=service.metrics)
+    install_gauges(service.metrics, service)
     openapi.install(app)
     return app
 

@@ -11,12 +11,14 @@ from typing import Literal
 from torch import Tensor
 
 from app.batcher import Batcher
+from app.counting import count_item, count_unwanted, observe_decoding
 from app.data_uri import decode_data_uri
 from app.decode import Decoder, Kind, MediaOptions, identify
 from app.errors import DeadlineExceeded, LimitExceeded, UnsupportedMedia
 from app.fetch import Fetcher
 from app.intake import Item, Job
 from app.keys import embedding_key, preprocessing_id
+from app.metrics import Metrics
 from app.payload import Body, convert, embedding_json
 from app.prompts import image_prompt, video_prompt
 from app.store import EmbeddingStore, StoredEmbedding
@@ -81,6 +83,7 @@ class Pipeline:
         fingerprint: of the model, part of every key.
         deadline_s: the service's own, for work that several requests may wait for.
         window_patches: what one request may have in the queue at a time, so that it can be larger than the queue.
+        metrics: where items and their stages are counted.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Pipeline:
         max_float_tokens: int,
         deadline_s: float,
         window_patches: int,
+        metrics: Metrics | None = None,
     ) -> None:
         self._config = config
         self._fetcher = fetcher
@@ -108,6 +112,7 @@ class Pipeline:
         self._max_float_tokens = max_float_tokens
         self._deadline_s = deadline_s
         self._window_patches = window_patches
+        self._metrics = metrics or Metrics()
 
     async def results(self, job: Job, deadline_s: float) -> AsyncGenerator[Result, None]:
         """Yield one result per item as it finishes; closing the iterator drops what is not done.
@@ -119,16 +124,30 @@ class Pipeline:
         """
         request = _Request(job, deadline_s, self._window_patches)
         tasks = [asyncio.create_task(self._result(index, item, request)) for index, item in enumerate(job.items)]
+        kinds = {index: item.kind for index, item in enumerate(job.items)}  # of those that are not done
+        given_up = False
         try:
             for done in asyncio.as_completed(tasks):
                 result = await done
-                if isinstance(result, FailedItem) and isinstance(result.error, _RequestRefused):
-                    raise result.error.error
+                if isinstance(result, FailedItem):
+                    given_up = given_up or job.options.on_error == "fail"
+                    if isinstance(result.error, _RequestRefused):
+                        given_up = True
+                        raise result.error.error
+                del kinds[result.index]
+                self._count(result)
                 yield result
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            count_unwanted(self._metrics, kinds.values(), sibling_failed=given_up)
+
+    def _count(self, result: Result) -> None:
+        if isinstance(result, FailedItem):
+            count_item(self._metrics, result.item.kind, result.error)
+        else:
+            count_item(self._metrics, result.stored.kind)
 
     async def _result(self, index: int, item: Item, request: "_Request") -> Result:
         try:
@@ -184,6 +203,7 @@ class Pipeline:
         start = time.monotonic()
         prepared = await self._decoder.prepare(data, kind, options, timeout_s=self._deadline_s)
         times.decode_s = time.monotonic() - start
+        observe_decoding(self._metrics, prepared, times.decode_s)
         del data
         patches = sum(segment.num_patches for segment in prepared.segments)
         await window.enter(patches)
@@ -193,6 +213,8 @@ class Pipeline:
         finally:
             window.leave(patches)
         times.queue_s, times.encode_s = encoded.queue_s, encoded.encode_s
+        self._metrics.stage_seconds.labels("queue").observe(encoded.queue_s)
+        self._metrics.stage_seconds.labels("encode").observe(encoded.encode_s)
         return await asyncio.to_thread(StoredEmbedding.of, key, prepared, encoded.rows)
 
     async def _bytes(self, item: Item) -> bytes:
@@ -200,7 +222,8 @@ class Pipeline:
         if isinstance(source, str):
             if source[:5].lower() == "data:":
                 return await asyncio.to_thread(decode_data_uri, source, self._max_item_bytes)
-            return await self._fetcher.fetch(source)
+            with self._metrics.stage_seconds.labels("fetch").time():
+                return await self._fetcher.fetch(source)
         if not source:
             raise UnsupportedMedia("0 bytes, allowed: a picture or a film")
         if len(source) > self._max_item_bytes:

@@ -15,11 +15,12 @@ from starlette.responses import Response
 from app.answer import Stamp, answer, entry, usage, usage_line
 from app.boundary import error_response, problem_response
 from app.errors import ModelNotFound
+from app.info import describe_service
 from app.intake import Job, check_head, parse, read_body
 from app.openapi import problems
 from app.payload import Body, answer_json, entry_json, safetensors_file
 from app.pipeline import EncodedItem, FailedItem, Result
-from app.problems import ALL_PROBLEMS, NOT_FOUND, describe, document, retry_after
+from app.problems import ALL_PROBLEMS, NOT_FOUND, describe, document, problem_type, retry_after
 from app.responses import BodyResponse, LinesResponse, until_client_leaves
 from app.schemas import JSON, NDJSON, SAFETENSORS, EncodeAnswer, Health, Model, ModelList
 from app.service import Service
@@ -117,6 +118,7 @@ async def _lines(
             _log(request, found)
             yield _line(result, stamp, job)
             if isinstance(result, FailedItem) and job.options.on_error == "fail":
+                request.state.log["code"] = problem_type(result.error).code
                 return
     yield Body.of(to_json(usage_line(found, stamp)), b"\n")
 
@@ -188,6 +190,7 @@ def _log(request: Request, found: list[Result]) -> None:
     hits = sum(isinstance(result, EncodedItem) and result.cache == "hit" for result in found)
     stages = [result.times for result in found if isinstance(result, EncodedItem)]
     request.state.log.update(
+        code="partial" if failed else "ok",
         items=totals.items,
         failed=failed,
         cache_hits=hits,
@@ -241,7 +244,19 @@ async def models(request: Request) -> ModelList:
 async def info(request: Request) -> dict[str, Any]:
     """What runs here: model, device, attention backend and why not the others, limits, batching."""
     service: Service = request.app.state.service
-    return service.info()
+    return describe_service(service)
+
+
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "docs/metrics.md"}},
+)
+async def metrics(request: Request) -> Response:
+    """Counters, gauges and histograms for Prometheus, in its text format or OpenMetrics."""
+    service: Service = request.app.state.service
+    content, content_type = service.metrics.exposition(request.headers.get("accept", ""))
+    return Response(content, headers={"Content-Type": content_type})
 
 
 @router.get("/problems/{slug}", responses=problems(404))

@@ -3,23 +3,23 @@
 import asyncio
 import os
 import time
-from importlib.metadata import version
-from typing import Any
 
 import structlog
 import torch
+from torch import Tensor
 
 from app.batcher import Batcher, Run
-from app.decode import DecodeLimits, Decoder
+from app.decode import Decoder, Jobs, Kind
 from app.device import compute_dtype, dtype_name, resolve_device
-from app.fetch import Fetcher, FetchPolicy
-from app.intake import MAX_JSON_MARKS
-from app.keys import preprocessing_id
+from app.fetch import Fetcher
 from app.lifecycle import Lifecycle
+from app.metrics import Metrics
 from app.pipeline import Pipeline
-from app.settings import InvalidSettings, Settings
-from app.store import DiskTier, EmbeddingStore, Tier
-from encoder import DeviceFailed, EncoderConfig, EncoderError, Engine, attention, largest_segment, load_config
+from app.policies import batch_budget, decode_limits, disk_tier, fetch_policy, shared_tier
+from app.problems import PROBLEMS
+from app.settings import Settings
+from app.store import EmbeddingStore, StoreStats
+from encoder import DeviceFailed, EncoderError, Engine, PackedBatch, attention, load_config
 
 logger = structlog.get_logger("moonvit.service")
 
@@ -47,11 +47,12 @@ class Service:
         self.model_name = settings.served_model_name or MODEL_NAMES[self.config.family]
         self.created_s = int(time.time())
         self.lifecycle = Lifecycle(settings.max_requests)
+        self.metrics = Metrics(problem.code for problem in PROBLEMS.values())
         self.engine: Engine | None = None
         self._run = run
         self._batcher: Batcher | None = None
         self._pipeline: Pipeline | None = None
-        self.max_batch_patches = _batch_budget(settings, self.config)
+        self.max_batch_patches = batch_budget(settings, self.config)
         self.max_queued_patches = settings.max_queued_patches or QUEUED_BATCHES * self.max_batch_patches
         self._device = resolve_device(settings.device)
         self._dtype = compute_dtype(settings.dtype, self._device)
@@ -68,16 +69,16 @@ class Service:
             settings.store_bytes,
             width=self.config.vision.text_hidden_size,
             dtype=torch.float32 if run is not None else self._dtype,
-            disk=None if settings.store_dir is None else DiskTier(settings.store_dir, settings.store_dir_bytes),
+            disk=disk_tier(settings),
             shared=shared_tier(settings),
         )
         cores = os.cpu_count() or 1
-        self._limits = decode_limits(settings)
         self._decoder = Decoder(
             self.config,
-            self._limits,
+            decode_limits(settings),
             picture_threads=settings.decode_threads or cores,
             film_workers=settings.film_workers or min(cores, MAX_FILM_WORKERS),
+            on_film_worker_restart=lambda reason: self.metrics.film_worker_restarts.labels(reason).inc(),
         )
 
     @property
@@ -86,6 +87,23 @@ class Service:
         if self._pipeline is None:
             raise RuntimeError("the pipeline is used before the service is ready")
         return self._pipeline
+
+    @property
+    def queued_patches(self) -> int:
+        return self._batcher.queued_patches if self._batcher else 0
+
+    @property
+    def running_batch_s(self) -> float:
+        """Age of the batch that runs now, 0 if none does."""
+        busy_since_s = self._batcher.busy_since_s if self._batcher else None
+        return 0.0 if busy_since_s is None else time.monotonic() - busy_since_s
+
+    @property
+    def store_stats(self) -> StoreStats:
+        return self._store.stats
+
+    def decode_jobs(self, kind: Kind) -> Jobs:
+        return self._decoder.jobs(kind)
 
     async def start(self) -> None:
         """Start the decoders, load the weights, test the attention kernels and warm up.
@@ -105,7 +123,16 @@ class Service:
             self.lifecycle.failed(str(error))
             raise
         self.engine = engine
-        self._serve_with(engine.run_to_host, fingerprint=engine.fingerprint)
+        self._serve_with(lambda batch: self._run_on(engine, batch), fingerprint=engine.fingerprint)
+        self.metrics.attention_batches.labels(engine.attention.name)
+        self.metrics.model_info.labels(
+            model=self.model_name,
+            family=self.config.family,
+            fingerprint=engine.fingerprint,
+            device=str(engine.device),
+            dtype=dtype_name(engine.dtype),
+            attention=engine.attention.name,
+        ).set(1)
         logger.info(
             "ready",
             model=self.model_name,
@@ -146,12 +173,18 @@ class Service:
         engine.warm_up()
         return engine
 
+    def _run_on(self, engine: Engine, batch: PackedBatch) -> Tensor:
+        """(M, E) on the host."""
+        self.metrics.attention_batches.labels(engine.attention_for(batch.lengths)).inc()
+        return engine.run_to_host(batch)
+
     def _serve_with(self, run: Run, *, fingerprint: str) -> None:
         self._batcher = Batcher(
             run,
             self.config,
             max_batch_patches=self.max_batch_patches,
             max_queued_patches=self.max_queued_patches,
+            metrics=self.metrics,
         )
         self._pipeline = Pipeline(
             self.config,
@@ -165,6 +198,7 @@ class Service:
             deadline_s=self.settings.deadline_ms / 1000,
             # Two batches keep the device busy; half the queue leaves room for others where it is short.
             window_patches=min(2 * self.max_batch_patches, self.max_queued_patches // 2),
+            metrics=self.metrics,
         )
         self.lifecycle.ready()
 
@@ -188,122 +222,3 @@ class Service:
             return self.settings.batch_stall_s
         on_gpu = self.engine is not None and self.engine.device.type == "cuda"
         return GPU_STALL_S if on_gpu else None  # a CPU may honestly take minutes for a large batch
-
-    def info(self) -> dict[str, Any]:
-        """The document of `GET /v1/info`."""
-        settings, engine, vision = self.settings, self.engine, self.config.vision
-        obstacle = self.obstacle()
-        return {
-            "version": version("moonvit-serve"),
-            "status": "ready" if obstacle is None else str(obstacle),
-            "model": {
-                "name": self.model_name,
-                "source": self.config.source,
-                "demo_weights": self.config.is_demo,
-                "family": self.config.family,
-                "architecture": {
-                    "hidden_size": vision.hidden_size,
-                    "qkv_hidden_size": vision.qkv_hidden_size,
-                    "num_heads": vision.num_heads,
-                    "head_dim": vision.head_dim,
-                    "num_layers": vision.num_layers,
-                    "norm_type": vision.norm_type,
-                    "norm_eps": vision.norm_eps,
-                    "projector": vision.mm_projector_type,
-                    "embedding_width": vision.text_hidden_size,
-                },
-                "weights_sha256": engine.weights_sha256 if engine else None,
-                "fingerprint": engine.fingerprint if engine else None,
-            },
-            "preprocessing": preprocessing_id(self.config),
-            "device": device_name(engine.device) if engine else None,
-            "dtype": dtype_name(engine.dtype) if engine else None,
-            "attention": {
-                "configured": settings.attention_backend,
-                "selected": engine.attention.name if engine else None,
-                "refused": engine.attention.refused if engine else {},
-                "self_test": engine.attention.self_test if engine else {},
-                "graph_buckets": engine.graphs.buckets if engine and engine.graphs else [],
-            },
-            "limits": {
-                "items": settings.max_items,
-                "body_bytes": settings.max_body_bytes,
-                "json_bytes": settings.max_json_bytes,
-                "json_marks": MAX_JSON_MARKS,
-                "item_bytes": settings.max_item_bytes,
-                "image_pixels": settings.max_image_pixels,
-                "video_frames": settings.max_video_frames,
-                "video_frames_walked": settings.max_video_frames_walked,
-                "video_duration_s": self._limits.max_film_duration_s,
-                "item_patches": self._limits.max_patches,
-                "float_tokens": settings.max_float_tokens,
-                "requests": settings.max_requests,
-                "deadline_ms": settings.deadline_ms,
-            },
-            "store": {
-                "max_bytes": self._store.stats.max_bytes,
-                "bytes": self._store.stats.bytes,
-                "entries": self._store.stats.entries,
-                "hits": self._store.stats.hits,
-                "misses": self._store.stats.misses,
-                "evictions": self._store.stats.evictions,
-                "disk": settings.store_dir is not None,
-                "shared": settings.store_url is not None,
-            },
-            "batching": {
-                "max_batch_patches": self.max_batch_patches,
-                "max_queued_patches": self.max_queued_patches,
-                "queued_patches": self._batcher.queued_patches if self._batcher else 0,
-                "device_busy": self._batcher is not None and self._batcher.busy_since_s is not None,
-            },
-        }
-
-
-def shared_tier(settings: Settings) -> Tier | None:
-    """The tier behind `--store-url`, where one is set.
-
-    Raises:
-        InvalidSettings: a URL that is none, or the library for it is not installed.
-    """
-    if settings.store_url is None:
-        return None
-    try:
-        from app.store.shared import SharedTier
-    except ImportError as error:
-        raise InvalidSettings("--store-url needs the extra `store`: pip install 'moonvit-serve[store]'") from error
-    return SharedTier(settings.store_url, ttl_s=settings.store_ttl_s)
-
-
-def _batch_budget(settings: Settings, config: EncoderConfig) -> int:
-    """Patches of one batch; every legal segment must fit, or packing could stall."""
-    needed = largest_segment(config.media)
-    asked = settings.max_batch_patches or needed
-    if asked < needed:
-        raise InvalidSettings(f"--max-batch-patches {asked}: the largest legal segment has {needed} patches")
-    return asked
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-def fetch_policy(settings: Settings) -> FetchPolicy:
-    return FetchPolicy(
-        max_bytes=settings.max_item_bytes,
-        allowed_domains=frozenset(settings.allowed_media_domains) or None,
-        allow_private=settings.allow_private_media,
-        connect_timeout_s=settings.fetch_connect_timeout_s,
-        idle_timeout_s=settings.fetch_idle_timeout_s,
-        total_timeout_s=settings.fetch_total_timeout_s,
-        max_redirects=settings.fetch_max_redirects,
-    )
-
-
-def decode_limits(settings: Settings) -> DecodeLimits:
-    return DecodeLimits(
-        max_pixels=settings.max_image_pixels,
-        max_sampled_frames=settings.max_video_frames,
-        max_walked_frames=settings.max_video_frames_walked,
-        film_deadline_s=settings.film_deadline_s,
-        film_worker_memory_bytes=settings.film_worker_memory_bytes,
-    )

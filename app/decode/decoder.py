@@ -1,11 +1,13 @@
 """`Decoder`: one item's bytes to segments, pictures in threads and films in worker processes."""
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
 from app.decode.film_decord import check_distribution
-from app.decode.media import DecodeLimits, Kind, MediaOptions, Prepared
+from app.decode.media import DecodeLimits, Jobs, Kind, MediaOptions, Prepared
 from app.decode.picture import prepare_picture
 from app.decode.picture_threads import PictureThreads
 from app.decode.sniff import settle_kind, sniff
@@ -22,13 +24,23 @@ class Decoder:
     Args:
         picture_threads: pictures decoded at a time; Pillow lets go of the GIL.
         film_workers: films decoded at a time.
+        on_film_worker_restart: called with the reason, see `FilmWorkers`.
     """
 
-    def __init__(self, config: EncoderConfig, limits: DecodeLimits, *, picture_threads: int, film_workers: int) -> None:
+    def __init__(
+        self,
+        config: EncoderConfig,
+        limits: DecodeLimits,
+        *,
+        picture_threads: int,
+        film_workers: int,
+        on_film_worker_restart: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         self._config = config
         self._limits = limits
         self._threads = PictureThreads(picture_threads)
-        self._workers = FilmWorkers(film_workers, limits, config)
+        self._pictures: set[Future[Prepared]] = set()  # handed to the threads and not done
+        self._workers = FilmWorkers(film_workers, limits, config, on_film_worker_restart)
 
     async def start(self) -> None:
         """Start the film workers and wait until they are ready; call on the event loop's thread.
@@ -57,6 +69,14 @@ class Decoder:
         """Film worker processes alive now."""
         return self._workers.pids
 
+    def jobs(self, kind: Kind) -> Jobs:
+        """What is being decoded now, and what waits for it."""
+        if kind == "video":
+            return self._workers.jobs
+        pictures = self._pictures.copy()  # at once: threads take theirs out of it at any time
+        running = sum(picture.running() for picture in pictures)
+        return Jobs(running, waiting=len(pictures) - running)
+
     async def prepare(
         self, data: bytes, kind: Kind | None, options: MediaOptions, *, timeout_s: float | None = None
     ) -> Prepared:
@@ -80,10 +100,17 @@ class Decoder:
             async with asyncio.timeout(timeout_s):
                 if settled == "video":
                     return await self._film(data, options)
-                picture = partial(prepare_picture, data, found.format, options, self._limits, self._config)
-                return await asyncio.wrap_future(self._threads.submit(picture))
+                return await self._picture(
+                    partial(prepare_picture, data, found.format, options, self._limits, self._config)
+                )
         except TimeoutError as error:
             raise DeadlineExceeded("not decoded before the request's deadline") from error
+
+    async def _picture(self, prepare: Callable[[], Prepared]) -> Prepared:
+        picture = self._threads.submit(prepare)
+        self._pictures.add(picture)
+        picture.add_done_callback(self._pictures.discard)
+        return await asyncio.wrap_future(picture)
 
     async def _film(self, data: bytes, options: MediaOptions) -> Prepared:
         facts, segments = await self._workers.prepare(data, options)

@@ -1,7 +1,7 @@
 """The values that go into and come out of decoding: options of a request, limits of the service, one prepared item."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from encoder import Segment
 
@@ -50,6 +50,13 @@ class DecodeLimits:
     film_worker_memory_bytes: int = 4 << 30
     film_worker_max_jobs: int = 200
     decord_batch_bytes: int = 256 << 20
+
+
+class Jobs(NamedTuple):
+    """Items being decoded, and waiting for it."""
+
+    running: int
+    waiting: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,12 +5,13 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import torch
 
 from app.decode.film_facts import FilmFacts
 from app.decode.film_messages import dump_job, load_answer, load_facts
-from app.decode.media import DecodeLimits, MediaOptions
+from app.decode.media import DecodeLimits, Jobs, MediaOptions
 from app.decode.memory_files import fill, map_result, memory_file
 from app.decode.worker_process import WorkerDied, WorkerProcess
 from app.errors import CorruptMedia, DeadlineExceeded, Draining, Starting
@@ -24,12 +25,25 @@ class _NotStarted(Exception):
 
 
 class FilmWorkers:
-    """`num_workers` places for films; each has a worker, or gets one again soon."""
+    """`num_workers` places for films; each has a worker, or gets one again soon.
 
-    def __init__(self, num_workers: int, limits: DecodeLimits, config: EncoderConfig) -> None:
+    Args:
+        on_restart: called when a worker is replaced, with the reason: crashed, deadline (of one film), cancelled
+            (nobody waits for its film), planned (it has had its number of films) or failed (it did not start).
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        limits: DecodeLimits,
+        config: EncoderConfig,
+        on_restart: Callable[[str], None] = lambda reason: None,
+    ) -> None:
         self._limits = limits
         self._config = config
         self._num_workers = num_workers
+        self._on_restart = on_restart
+        self._num_running = self._num_waiting = 0
         self._idle: asyncio.Queue[WorkerProcess | None] = asyncio.Queue()  # None: a place whose worker did not start
         self._workers: list[WorkerProcess] = []
         self._renewals: set[asyncio.Task[None]] = set()
@@ -39,6 +53,11 @@ class FilmWorkers:
     def pids(self) -> list[int]:
         """Processes alive now."""
         return [worker.process.pid for worker in self._workers]
+
+    @property
+    def jobs(self) -> Jobs:
+        """Films being decoded, and waiting for a worker."""
+        return Jobs(self._num_running, self._num_waiting)
 
     async def start(self) -> None:
         """Start all workers and wait until they are ready.
@@ -90,8 +109,10 @@ class FilmWorkers:
             raise Starting("film decoders are restarting") from error
 
     async def _prepare_once(self, data: bytes, options: MediaOptions) -> tuple[FilmFacts, list[Segment]]:
-        worker = await self._idle.get()
+        worker = await self._place()
+        self._num_running += 1
         is_fit = False
+        reason = "failed"
         try:
             worker = await self._alive(worker)
             with memory_file("film") as film, memory_file("result") as result:
@@ -99,18 +120,34 @@ class FilmWorkers:
                 async with asyncio.timeout(self._limits.film_deadline_s):
                     answer = await worker.ask(dump_job(options), film, result)
                 prepared = _read_result(result, load_answer(answer), self._config.media.patch_size)
-            is_fit = self._is_fit(worker)
+            is_fit, reason = self._is_fit(worker), "planned"
             return prepared
         except InputError:
-            is_fit = self._is_fit(worker)
+            is_fit, reason = self._is_fit(worker), "planned"
+            raise
+        except asyncio.CancelledError:
+            reason = "cancelled"
+            raise
+        except WorkerDied:
+            reason = "crashed"
             raise
         except TimeoutError as error:
+            reason = "deadline"
             raise DeadlineExceeded(f"film not decoded within {self._limits.film_deadline_s:g} s") from error
         finally:
+            self._num_running -= 1
             if is_fit or self._closed:
                 self._idle.put_nowait(worker)
             else:
+                self._on_restart(reason)
                 self._renew(worker)
+
+    async def _place(self) -> WorkerProcess | None:
+        self._num_waiting += 1
+        try:
+            return await self._idle.get()
+        finally:
+            self._num_waiting -= 1
 
     def _is_fit(self, worker: WorkerProcess | None) -> bool:
         """Whether a worker that has answered as it should may go on."""
@@ -123,6 +160,7 @@ class FilmWorkers:
         if worker is not None and worker.process.poll() is None:
             return worker
         if worker is not None:
+            self._on_restart("crashed")
             await self._end(worker)
         return await self._started()
 

@@ -110,7 +110,6 @@ async def test_a_body_of_another_type(client: httpx.AsyncClient, content_type: s
 async def test_routes_and_methods_that_are_not_there(client: httpx.AsyncClient) -> None:
     check(await client.get("/nope"), 404, "not_found")
     check(await client.get("/v1/embeddings/emb-00"), 404, "not_found")
-    check(await client.get("/metrics"), 404, "not_found")
     assert "POST" in check(await client.get("/v1/encode"), 405, "method_not_allowed")["detail"]
 
 
