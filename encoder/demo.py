@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from encoder.config import DEMO_KEY, FAMILY_MEDIA, Family
+from encoder.config import DEMO_KEY
 from encoder.errors import CheckpointMismatch
+from encoder.families import FAMILY_MEDIA, Family
 
 DEMO_PREFIX = "demo:"
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from encoder.checkpoint import CONFIG_FILE, PREPROCESSOR_FILE, WEIGHTS_FILE, load_config, read_json_files
-from encoder.config import FAMILY_MEDIA, EncoderConfig
+from encoder.config import EncoderConfig
 from encoder.demo import demo_config, is_demo_spec
 from encoder.errors import SetupError
+from encoder.families import FAMILY_MEDIA
 from encoder.weights import StoredWeights, open_weights, tensor_bytes
 
 Progress = Callable[[int, int], None]

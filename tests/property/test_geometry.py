@@ -6,7 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from encoder.config import FAMILY_MEDIA, EncoderConfig, Family, parse_config
+from encoder.config import EncoderConfig, parse_config
+from encoder.families import FAMILY_MEDIA, Family
 from encoder.grid import ResizePlan, check_grid, largest_segment, plan_frames, plan_image, plan_video
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from encoder.config import FAMILY_MEDIA, Chessboard, EncoderConfig, parse_config
+from encoder.config import Chessboard, EncoderConfig, parse_config
 from encoder.errors import CheckpointMismatch
+from encoder.families import FAMILY_MEDIA
 
 
 def parse(

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from encoder import load_config
-from encoder.config import FAMILY_MEDIA, EncoderConfig, Family, parse_config
+from encoder.config import EncoderConfig, parse_config
 from encoder.errors import InvalidSegment
+from encoder.families import FAMILY_MEDIA, Family
 from encoder.grid import (
     Grid,
     check_grid,

@@ -11,8 +11,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from encoder.config import FAMILY_MEDIA, EncoderConfig, Family, parse_config
+from encoder.config import EncoderConfig, parse_config
 from encoder.errors import InvalidSegment
+from encoder.families import FAMILY_MEDIA, Family
 from encoder.grid import Grid
 from encoder.preprocess import preprocess_frames, preprocess_image
 from encoder.segments import Segment
