@@ -269,3 +269,29 @@ def test_a_default_device_of_the_callers_changes_nothing() -> None:
     finally:
         torch.set_default_device(previous)
     assert rows.device.type == "cpu"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("spec", ["demo:k3-tiny", "demo:k25-tiny"])
+def test_every_dtype_works_from_the_first_request_and_is_what_it_says(spec: str, dtype: str) -> None:  # M40
+    engine = Engine.load(spec, dtype=dtype)
+    assert engine.dtype == getattr(torch, dtype)
+    assert {weight.dtype for weight in engine.model.parameters()} == {engine.dtype}
+    (rows,) = engine.encode([Segment(torch.zeros((4, 3, 14, 14)), (1, 2, 2))])
+    assert rows.dtype == engine.dtype
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_black_white_and_noise_of_forty_sizes_are_finite(dtype: str) -> None:  # M39
+    engine = Engine.load("demo:k3-tiny", dtype=dtype)
+    noise = torch.Generator().manual_seed(0)
+    segments = []
+    for i in range(40):
+        grid = (1 + i % 4, 2 * (1 + i % 5), 2 * (1 + i % 9))
+        shape = (grid[0] * grid[1] * grid[2], 3, 14, 14)
+        segments += [
+            Segment(torch.zeros(shape, dtype=torch.uint8), grid),
+            Segment(torch.full(shape, 255, dtype=torch.uint8), grid),
+            Segment(torch.randint(0, 256, shape, generator=noise, dtype=torch.uint8), grid),
+        ]
+    assert all(bool(rows.isfinite().all()) for rows in engine.encode(segments))
