@@ -4,7 +4,7 @@ SHELL := /bin/sh
 
 PORT ?= 8000
 MODEL ?= demo:k3-tiny
-COVERAGE_FLOOR ?= 85
+COVERAGE_FLOOR ?= 91
 PYTEST_ARGS ?=
 
 PY := .venv/bin/python
