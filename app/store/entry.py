@@ -95,7 +95,9 @@ def _compact(rows: Sequence[Tensor]) -> Tensor:
     if len(rows) > 1:
         return torch.cat(list(rows))
     only = rows[0].contiguous()
-    return only if only.untyped_storage().nbytes() == only.nbytes else only.clone()
+    # Memory pinned for a copy from the device is scarce: it goes back to be used again.
+    own = only.untyped_storage().nbytes() == only.nbytes and not only.is_pinned()
+    return only if own else only.clone(memory_format=torch.contiguous_format)
 
 
 def _frozen(values: list[T] | None) -> tuple[T, ...] | None:
