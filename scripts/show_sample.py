@@ -45,7 +45,9 @@ def show(path: Path, media_type: str, body: bytes) -> None:
     print(f"\nPOST /v1/encode with {path.relative_to(ROOT)} ({path.stat().st_size:,} bytes of {media_type})")
     line("media", f"{item['type']} of {width} x {height} pixels" + frames(item))
     line(
-        "grid", f"{len(grids)} segment{'s' * (len(grids) > 1)} of " + ", ".join(" x ".join(map(str, g)) for g in grids)
+        "grid",
+        f"{len(grids)} segment{'s' * (len(grids) > 1)} of "
+        + ", ".join(dict.fromkeys(" x ".join(map(str, g)) for g in grids)),
     )
     line("", "(frames x rows x columns, in patches of 14 x 14 pixels)")
     line("tokens", f"{item['num_tokens']}, from {answer['usage']['patches']} patches")
