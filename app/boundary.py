@@ -121,7 +121,8 @@ class RequestBoundary:
 
     async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
         if _encodes(scope):
-            with self._lifecycle.admit():
+            with self._lifecycle.admit() as admission:
+                scope["state"]["admission"] = admission
                 await self._app(scope, receive, send)
         else:
             await self._app(scope, receive, send)

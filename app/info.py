@@ -61,6 +61,7 @@ def describe_service(service: Service) -> dict[str, Any]:
             "item_patches": limits.max_patches,
             "float_tokens": settings.max_float_tokens,
             "requests": settings.max_requests,
+            "inflight_bytes": settings.max_inflight_bytes,
             "deadline_ms": settings.deadline_ms,
         },
         "store": {

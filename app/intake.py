@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -66,22 +66,30 @@ class Job:
 
 
 async def read_body(
-    chunks: AsyncIterator[bytes], declared_bytes: int | None, max_bytes: int, timeout_s: float
+    chunks: AsyncIterator[bytes],
+    declared_bytes: int | None,
+    max_bytes: int,
+    timeout_s: float,
+    reserve: Callable[[int], None] = lambda num_bytes: None,
 ) -> bytearray:
     """Collect a request body.
 
+    Args:
+        reserve: called with the bytes that will be held in all, before they are; may refuse.
     Raises:
         LimitExceeded: more than `max_bytes`, from `Content-Length` or while reading (a chunked body has none).
         ClientTooSlow: not complete within `timeout_s`.
     """
     if declared_bytes is not None and declared_bytes > max_bytes:
         raise LimitExceeded(f"request body of {declared_bytes} bytes, limit {max_bytes}")
+    reserve(declared_bytes or 0)
     body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in chunks:
                 if len(body) + len(chunk) > max_bytes:
                     raise LimitExceeded(f"request body of more than {max_bytes} bytes")
+                reserve(len(body) + len(chunk))
                 body += chunk
     except TimeoutError as error:
         raise ClientTooSlow(f"{len(body)} bytes of the request body arrived within {timeout_s:g} s") from error

@@ -70,6 +70,7 @@ async def _read_job(request: Request, service: Service) -> Job:
         int(declared) if declared.isdecimal() else None,
         min(settings.max_json_bytes, settings.max_body_bytes) if is_json else settings.max_body_bytes,
         settings.body_timeout_s,
+        request.state.admission.reserve,
     )
     accept = ",".join(request.headers.getlist("accept"))
     query = request.query_params.multi_items()

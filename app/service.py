@@ -46,7 +46,7 @@ class Service:
         self.config = load_config(settings.model, rms_norm_eps=settings.rms_norm_eps)
         self.model_name = settings.served_model_name or MODEL_NAMES[self.config.family]
         self.created_s = int(time.time())
-        self.lifecycle = Lifecycle(settings.max_requests)
+        self.lifecycle = Lifecycle(settings.max_requests, settings.max_inflight_bytes)
         self.metrics = Metrics(problem.code for problem in PROBLEMS.values())
         self.engine: Engine | None = None
         self._run = run

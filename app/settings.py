@@ -64,6 +64,9 @@ class Settings(BaseSettings):
 
     max_items: int = Field(64, ge=1, le=4096, description="items in one request")
     max_body_bytes: int = Field(256 * MiB, ge=1024, description="bytes of a request body")
+    max_inflight_bytes: int = Field(
+        2048 * MiB, ge=1024, description="bytes of all request bodies in flight together; beyond, 429"
+    )
     max_json_bytes: int = Field(
         64 * MiB, ge=1024, description="bytes of a JSON body; larger media travel as a form or a raw body"
     )

@@ -112,6 +112,31 @@ async def test_more_requests_than_allowed_are_refused_before_their_body_is_read(
     assert (await encode(client, image(png(1)))).status_code == 200
 
 
+async def test_bodies_in_flight_are_bounded_together(connect: Connect) -> None:
+    tower = SlowTower()
+    client = await connect(run=tower, max_inflight_bytes=10_000)
+    service = client.app.state.service  # type: ignore[attr-defined]
+    headers = {"content-type": "application/octet-stream"}
+    first = asyncio.create_task(client.post("/v1/encode", content=png(1) + bytes(6_000), headers=headers))
+    await tower.busy()
+    assert service.lifecycle.body_bytes > 6_000
+
+    async def chunked() -> Any:
+        for _ in range(5):
+            yield bytes(1_000)
+
+    for content in (bytes(5_000), chunked()):
+        refused = await client.post("/v1/encode", content=content, headers=headers)
+        problem = check(refused, 429, "overloaded")
+        assert "limit 10000" in problem["detail"]
+    tower.release()
+    assert (await first).status_code == 200
+    assert service.lifecycle.body_bytes == 0
+    # A single body larger than the bound is taken when it is alone.
+    alone = await client.post("/v1/encode", content=png(2) + bytes(20_000), headers=headers)
+    assert alone.status_code == 200
+
+
 async def test_a_request_larger_than_the_queue_waits_for_itself(connect: Connect) -> None:
     """Seven pictures of 32,000 patches against a queue of 71,424: they go through in turn, none is refused."""
     client = await connect(max_batch_patches=71_424, max_queued_patches=71_424)
