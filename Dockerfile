@@ -12,8 +12,8 @@ WORKDIR /src
 COPY constraints.txt ./
 RUN pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$(grep '^torch==' constraints.txt)"
 COPY pyproject.toml ./
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
-        > requirements.txt \
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+        print(*p['dependencies'], *p['optional-dependencies']['store'], sep='\n')" > requirements.txt \
     && pip install -c constraints.txt -r requirements.txt
 COPY README.md LICENSE ./
 COPY encoder encoder

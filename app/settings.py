@@ -77,7 +77,7 @@ class Settings(BaseSettings):
     max_float_tokens: int = Field(4096, ge=1, description="tokens in an answer of encoding_format float")
     body_timeout_s: float = Field(30.0, gt=0, description="seconds within which a request body must arrive")
     deadline_ms: int = Field(
-        60_000, ge=1, description="milliseconds a request may take; caps the request's deadline_ms"
+        60_000, ge=1, description="milliseconds after its body was read that a request may take; caps its deadline_ms"
     )
 
     decode_threads: int = Field(0, ge=0, le=256, description="threads that decode pictures; 0: one per CPU core")
@@ -91,7 +91,8 @@ class Settings(BaseSettings):
     store_dir: Path | None = Field(None, description="directory to keep embeddings in, over a restart too [none]")
     store_dir_bytes: int = Field(64 * 1024 * MiB, ge=MiB, description="bytes in that directory")
     store_url: str | None = Field(
-        None, description="Redis or Valkey server to share embeddings through, redis://HOST:PORT/DB [none]"
+        None,
+        description="Redis or Valkey server to share embeddings through, redis://HOST:PORT/DB; extra `store` [none]",
     )
     store_ttl_s: int = Field(3600, ge=1, description="seconds an embedding stays on that server")
 
