@@ -247,14 +247,16 @@ async def test_a_stream_sends_what_is_done_while_the_rest_still_runs(connect: Co
 
 
 async def test_decoding_never_holds_the_event_loop(connect: Connect) -> None:  # M35
-    """Twenty pictures of 12 MP, while /health is asked all the time."""
+    """Twenty pictures of 12 MP, each with bytes of its own behind its end, so that every one is decoded; while /health
+    is asked all the time."""
     client = await connect()
     buffer = io.BytesIO()
     noise = Image.effect_noise((500, 375), 60).convert("RGB").resize((4000, 3000))
     noise.save(buffer, "JPEG", quality=85)
     jpeg = buffer.getvalue()
     headers = {"content-type": "image/jpeg", "accept": "application/vnd.safetensors"}
-    work = asyncio.gather(*(client.post("/v1/encode", content=jpeg, headers=headers, timeout=120) for _ in range(20)))
+    files = [jpeg + bytes([i]) for i in range(20)]
+    work = asyncio.gather(*(client.post("/v1/encode", content=f, headers=headers, timeout=120) for f in files))
     polls = []
     while not work.done():
         start = time.perf_counter()
@@ -262,6 +264,7 @@ async def test_decoding_never_holds_the_event_loop(connect: Connect) -> None:  #
         polls.append(time.perf_counter() - start)
         await asyncio.sleep(0.005)
     assert [response.status_code for response in await work] == [200] * 20
+    assert client.app.state.service.store_stats.misses == 20  # type: ignore[attr-defined]
     polls.sort()
     assert len(polls) > 20
     assert polls[-1] < 0.1, f"slowest poll {polls[-1]:.3f} s"

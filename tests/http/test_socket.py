@@ -73,7 +73,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: TextIO, ti
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with running("--film-workers", "2") as (_, url):
+    with running("--film-workers", "2", "--store-bytes", "0") as (_, url):  # every request is to be computed
         yield url
 
 
