@@ -47,13 +47,13 @@ format: $(INSTALLED)  ## rewrite the files in the house style
 	$(PY) -m ruff format
 
 readme: $(INSTALLED)  ## rewrite the generated tables in README.md and docs/metrics.md
-	$(PY) scripts/readme_tables.py
+	$(PY) -m scripts.readme_tables
 	$(PY) -m scripts.metrics_table
 
 bench: $(INSTALLED)  ## measure on the CPU, write benchmarks/results/*.json and the README
 	$(PY) -m benchmarks.tower_cpu
 	$(PY) -m benchmarks.load_memory
-	$(PY) scripts/readme_tables.py
+	$(PY) -m scripts.readme_tables
 
 gpu-test: $(INSTALLED)  ## run the tests that need a CUDA device
 	@scripts/check_gpu.sh
@@ -63,7 +63,7 @@ gpu-bench: $(INSTALLED)  ## measure on the GPU, write benchmarks/results/*.json 
 	@scripts/check_gpu.sh
 	$(PY) -m benchmarks.attention
 	$(PY) -m benchmarks.tower
-	$(PY) scripts/readme_tables.py
+	$(PY) -m scripts.readme_tables
 
 clean: stop  ## remove .venv, logs and caches
 	rm -rf .venv .run build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,49 +1,25 @@
 """Write the generated tables of README.md: the options, and the measured numbers of `benchmarks/results/*.json`.
 
-Each lies between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. With `--check` nothing is written; the exit code is 1
-if something would be.
+With `--check` nothing is written; the exit code is 1 if something would be.
 """
 
-import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from app.commands.flags import options
+from scripts.generated import ROOT, put, table, update
 
-ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only say whether README.md is up to date")
-    check = parser.parse_args().check
-    current = README.read_text(encoding="utf-8")
-    wanted = render(current)
-    if wanted == current:
-        return 0
-    if check:
-        print("README.md is out of date: make readme", file=sys.stderr)
-        return 1
-    README.write_text(wanted, encoding="utf-8")
-    print("README.md is rewritten")
-    return 0
-
-
 def render(text: str) -> str:
     """README.md with every generated table as it should be."""
-    for name, content in (("options", options_table()), ("numbers", numbers_tables(RESULTS))):
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise SystemExit(f"README.md must have {begin} and {end} once each")
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n{content}\n{end}{rest.split(end)[1]}"
-    return text
+    return put(put(text, "options", options_table()), "numbers", numbers_tables(RESULTS))
 
 
 def options_table() -> str:
@@ -170,10 +146,5 @@ def machine(report: dict[str, Any]) -> str:
     return f"{report['processor']}, {report['cores']} cores, {report['torch_threads']} threads, {versions}."
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(update(README, render, __doc__))
