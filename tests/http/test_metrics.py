@@ -12,12 +12,14 @@ import torch
 from app.decode.picture import prepare_picture
 from app.lifecycle import Lifecycle
 from encoder import NonFiniteResult
+from tests.http.asgi import post, post_and_leave
 from tests.http.conftest import Connect, fake_run, png
-from tests.http.test_behaviour import SlowTower, _post_and_leave, until_queued
 from tests.http.test_encode import encode, image
+from tests.http.tower import SlowTower, until_queued
 from tests.scrape import nonzero, samples_of, scrape
 
 JSON = {"content-type": "application/json"}
+PNG = [(b"content-type", b"image/png")]
 BAD = b"\x89PNG\r\n\x1a\n but no more"
 
 
@@ -29,34 +31,6 @@ async def until(client: httpx.AsyncClient, sample: str, value: float) -> dict[st
             return found
         await asyncio.sleep(0.01)
     pytest.fail(f"{sample} is {found[sample]}, expected {value}")
-
-
-async def post(app: Any, body: bytes, send: Any, accept: bytes = b"application/json") -> None:
-    """Speak ASGI, with a `send` of one's own."""
-    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
-
-    async def receive() -> dict[str, Any]:
-        for message in messages:
-            return message
-        await asyncio.sleep(3600)
-        raise AssertionError
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": "/v1/encode",
-        "raw_path": b"/v1/encode",
-        "query_string": b"",
-        "headers": [(b"content-type", b"image/png"), (b"accept", accept)],
-        "scheme": "http",
-        "server": ("service", 80),
-        "client": ("client", 1),
-        "root_path": "",
-        "state": {},
-    }
-    await app(scope, receive, send)
 
 
 async def test_a_mix_of_requests_is_counted_as_it_was(client: httpx.AsyncClient) -> None:
@@ -220,7 +194,7 @@ async def test_clients_that_leave_are_counted(connect: Connect) -> None:
     client = await connect(run=tower)
     first = asyncio.create_task(encode(client, image(png(1))))
     await tower.busy()
-    leaving = [asyncio.create_task(_post_and_leave(client.app, png(2 + n))) for n in range(3)]  # type: ignore[attr-defined]
+    leaving = [asyncio.create_task(post_and_leave(client.app, png(2 + n))) for n in range(3)]  # type: ignore[attr-defined]
     await until_queued(client, 3 * 4)
     for task in leaving:
         task.cancel()
@@ -319,7 +293,8 @@ async def test_a_stream_that_is_cut_off_is_no_success(connect: Connect) -> None:
             await asyncio.sleep(3600)
 
     tower.release()
-    cut = asyncio.create_task(post(client.app, png(1), send, b"application/x-ndjson"))  # type: ignore[attr-defined]
+    headers = [*PNG, (b"accept", b"application/x-ndjson")]
+    cut = asyncio.create_task(post(client.app, png(1), send, headers))  # type: ignore[attr-defined]
     await asyncio.wait_for(sent.wait(), 30)
     cut.cancel()
     await asyncio.gather(cut, return_exceptions=True)
@@ -355,7 +330,7 @@ async def test_a_client_that_reads_slowly_shows_in_delivery(client: httpx.AsyncC
     async def send(message: Any) -> None:
         await asyncio.sleep(0.1)
 
-    await post(client.app, png(1), send)  # type: ignore[attr-defined]
+    await post(client.app, png(1), send, PNG)  # type: ignore[attr-defined]
     found = await scrape(client)
     assert nonzero(found, "moonvit_requests_total") == {'{code="ok"}': 1}
     assert found['moonvit_stage_duration_seconds_sum{stage="deliver"}'] > 0.2
@@ -373,7 +348,7 @@ async def test_an_answer_that_breaks_off_is_no_success(
 
     started: list[str] = []
     monkeypatch.setattr("app.routes.usage_line", broken)
-    await post(client.app, png(1), send, b"application/x-ndjson")  # type: ignore[attr-defined]
+    await post(client.app, png(1), send, [*PNG, (b"accept", b"application/x-ndjson")])  # type: ignore[attr-defined]
     assert started[0] == "http.response.start"
     found = await scrape(client)
     assert nonzero(found, "moonvit_requests_total") == {'{code="internal"}': 1}

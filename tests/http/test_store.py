@@ -9,9 +9,9 @@ import torch
 
 from tests.clips import make_film
 from tests.http.conftest import Connect, fake_run, png
-from tests.http.test_behaviour import SlowTower, until_queued
 from tests.http.test_encode import data_uri, encode, image, numbers
 from tests.http.test_problems import check
+from tests.http.tower import SlowTower, until_queued
 
 
 class CountingTower:
