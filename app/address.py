@@ -18,8 +18,9 @@ NAT64 = ip_network("64:ff9b::/96")
 GLOBAL_UNICAST = ip_network("2000::/3")
 
 # Closed under every policy: never a media server, and link-local is where clouds keep their credentials.
-NEVER = tuple(
-    map(
+NEVER = (
+    *ip_network("::/96").address_exclude(ip_network("::1/128")),  # type: ignore[arg-type]  # IPv4 as it once was written
+    *map(
         ip_network,
         (
             "0.0.0.0/8",  # "this host": Linux dials loopback
@@ -29,15 +30,18 @@ NEVER = tuple(
             "192.0.0.192/32",  # metadata, Oracle Cloud
             "224.0.0.0/4",  # multicast
             "255.255.255.255/32",
-            "::/128",
+            "::ffff:0:0:0/96",  # IPv4 translated by the network, to wherever it likes
+            "64:ff9b:1::/48",
             "2001::/32",  # Teredo and 6to4 carry an IPv4 address to a relay
             "2002::/16",
+            "fd00:42::/32",  # metadata, Scaleway
+            "fd00:c1::/32",  # metadata, Oracle Cloud
             "fd00:ec2::/32",  # metadata, AWS
             "fd20:ce::254/128",  # metadata, Google Cloud
             "fe80::/10",  # link-local
             "ff00::/8",  # multicast
         ),
-    )
+    ),
 )
 
 # Beyond what `ipaddress` of every supported Python calls not global (IANA special-purpose registries).

@@ -1,10 +1,11 @@
 """The outermost layer of every request: its id, admission, last exception handler, one log line, and its count."""
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import MutableMapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import orjson
@@ -13,17 +14,21 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.auth import Keys
 from app.lifecycle import Lifecycle
 from app.metrics import Metrics
-from app.problems import describe, problem_type, retry_after
+from app.problems import describe, problem_headers, problem_type
 from app.responses import ClientGoneError
 from app.schemas import PROBLEM, Problem
+from app.tracing import RequestSpan, Tracing, stage_done
 
 logger = structlog.get_logger("moonvit.request")
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's number for it; only ever logged
 LINGER_S = 2.0
 QUIET_PATHS = ("/health", "/health/live", "/health/ready", "/metrics")
+# What a client's own id may be; it is written into logs and headers as it came.
+_CLIENTS_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
 
 
 class ProblemResponse(Response):
@@ -45,28 +50,65 @@ def problem_response(problem: Problem, headers: dict[str, str] | None = None, **
 
 
 def error_response(error: Exception, request_id: str) -> Response:
-    return problem_response(describe(error, request_id), retry_after(error))
+    return problem_response(describe(error, request_id), problem_headers(error))
+
+
+def request_id_of(headers: list[tuple[bytes, bytes]]) -> str:
+    """The client's `X-Request-Id` where it sent one that can be used, else a new one."""
+    sent = [value for name, value in headers if name == b"x-request-id"]
+    if len(sent) == 1 and _CLIENTS_ID.fullmatch(sent[0]):
+        return sent[0].decode()
+    return new_request_id()
+
+
+def new_request_id() -> str:
+    return f"enc-{uuid.uuid4().hex}"
 
 
 class RequestBoundary:
     """ASGI middleware. What a route notes under `request.state.log` goes into the log line; its `code` is
-    the outcome, `ok`, `partial` or a problem's code."""
+    the outcome, `ok`, `partial` or a problem's code.
 
-    def __init__(self, app: ASGIApp, lifecycle: Lifecycle, metrics: Metrics) -> None:
+    Args:
+        keys: whose requests are taken; anybody's, if None.
+        tracing: makes spans of requests; none, if None.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        lifecycle: Lifecycle,
+        metrics: Metrics,
+        keys: Keys | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._app = app
         self._lifecycle = lifecycle
         self._metrics = metrics
+        self._keys = keys
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        request_id = request_id_of(scope["headers"])
+        traced = self._tracing is not None and scope["path"] not in QUIET_PATHS  # probes would be most of the spans
+        # Every line that is logged on the way gets the id, from whichever library it is.
+        with (
+            structlog.contextvars.bound_contextvars(id=request_id),
+            self._tracing.request(scope, request_id) if self._tracing and traced else nullcontext() as span,
+        ):
+            await self._handle(scope, receive, send, request_id, span)
+
+    async def _handle(
+        self, scope: Scope, receive: Receive, send: Send, request_id: str, span: RequestSpan | None
+    ) -> None:
         start = time.monotonic()
-        request_id = f"enc-{uuid.uuid4().hex}"
         log: dict[str, Any] = {}
         scope.setdefault("state", {}).update(id=request_id, start_s=start, log=log)
         status = 0
-        deliver_s = 0.0
+        deliver_s = first_sent_s = 0.0
         body_read = scope["method"] in ("GET", "HEAD")
 
         async def counted() -> Message:
@@ -84,10 +126,13 @@ class RequestBoundary:
                         await counted()
 
         async def record(message: Message) -> None:
-            nonlocal status, deliver_s
+            nonlocal status, deliver_s, first_sent_s
             if message["type"] == "http.response.start":
                 status = message["status"]
+                first_sent_s = time.monotonic()
                 own = [(b"x-request-id", request_id.encode())]
+                if span is not None:
+                    own.append((b"traceparent", span.traceparent.encode()))
                 if not body_read:
                     own.append((b"connection", b"close"))
                 message["headers"] = [*message.get("headers", ()), *own]
@@ -117,12 +162,22 @@ class RequestBoundary:
             seconds = time.monotonic() - start
             if _encodes(scope):
                 self._count(log.get("code", "aborted"), seconds, deliver_s)
-            self._log(scope, log.pop("status", status), seconds, request_id, log)
+            status = log.pop("status", status)
+            if span is not None:
+                if first_sent_s and _encodes(scope):
+                    stage_done("deliver", first_sent_s, time.monotonic())
+                span.answered(scope, status, log)
+            self._log(scope, status, seconds, request_id, log)
 
     async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller = None
+        if self._keys is not None:
+            caller = self._keys.identify(scope["path"], scope["headers"])
+        if caller is not None:
+            scope["state"]["log"]["key"] = caller.name
         if _encodes(scope):
-            with self._lifecycle.admit() as admission:
-                scope["state"]["admission"] = admission
+            with caller.admit() if caller else nullcontext(), self._lifecycle.admit() as hold:
+                scope["state"]["body_hold"] = hold
                 await self._app(scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -1,6 +1,7 @@
-"""`moonvit-serve`: serve, encode, backends, info, export. Parses, dispatches, and turns errors into exit codes.
+"""`moonvit-serve`: serve, encode, backends, info, export, doctor. Parses, dispatches, and turns errors into exit codes.
 
-Exit codes: 0 done; 1 some file failed; 2 the command or configuration cannot work; 130 interrupted.
+Exit codes: 0 done; 1 some file failed, or the doctor found a problem; 2 the command or configuration cannot work;
+130 interrupted.
 """
 
 import argparse
@@ -64,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     encode.add_argument("-o", "--output", required=True, type=Path, metavar="FILE", help="safetensors file to write")
     encode.add_argument("-f", "--force", action="store_true", help="replace the output file if it exists")
     encode.add_argument("--url", help="send the files to the service at this address, e.g. http://127.0.0.1:8000")
+    encode.add_argument("--key-file", type=Path, metavar="FILE", help="file with the API key for that service")
     encode.add_argument("--kind", choices=("image", "video"), help="what the files are [decided by their bytes]")
     encode.add_argument("--fps", type=float, help="frames sampled per second of film [the model's own rate]")
     encode.add_argument("--max-frames", type=int, metavar="INT", help="frames sampled at most, over the whole film")
@@ -75,12 +77,14 @@ def build_parser() -> argparse.ArgumentParser:
         default="bfloat16",
         help="type of the numbers written [bfloat16]",
     )
-    add_settings_flags(encode.add_argument_group("model, without --url"), MODEL_SETTINGS)
+    add_settings_flags(encode.add_argument_group("model, without --url"), (*MODEL_SETTINGS, "quantization"))
     encode.set_defaults(run=_encode)
 
     backends = command(
         "backends", "show which attention backends work here", "Runs the self-test of each; reads no weights."
     )
+    backends.add_argument("--bench", action="store_true", help="also measure them on mixes of segments, half a minute")
+    backends.add_argument("--json", action="store_true", help="print one JSON document instead of tables")
     add_settings_flags(backends, (*MODEL_SETTINGS, "dtype"))
     backends.set_defaults(run=_backends)
 
@@ -92,6 +96,15 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("model", metavar="MODEL", help="checkpoint directory or demo spec")
     export.add_argument("directory", type=Path, metavar="DIR", help="directory to create")
     export.set_defaults(run=_export)
+
+    doctor = command(
+        "doctor",
+        "look for what would keep `serve` from working",
+        "Give it the options of `serve`; loads no weights. Exits with 1 if there is a problem.",
+    )
+    doctor.add_argument("--json", action="store_true", help="findings as one JSON document")
+    add_settings_flags(doctor)
+    doctor.set_defaults(run=_doctor)
     return parser
 
 
@@ -112,10 +125,10 @@ def _encode(args: argparse.Namespace) -> int:
 
 
 def _backends(args: argparse.Namespace) -> int:
-    from app.commands.models import show_backends
+    from app.commands.backends import show_backends
     from app.settings import load_settings
 
-    return show_backends(load_settings(given_settings(args)))
+    return show_backends(load_settings(given_settings(args)), bench=args.bench, as_json=args.json)
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -128,6 +141,13 @@ def _export(args: argparse.Namespace) -> int:
     from app.commands.models import export
 
     return export(args.model, args.directory)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from app.commands.doctor import diagnose
+    from app.settings import load_settings
+
+    return diagnose(load_settings(given_settings(args)), as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,14 @@ class InvalidRequest(InputError):
     """The request's form: JSON, a field, a type, a data URI."""
 
 
+class Unauthorized(InputError):
+    """No API key, or one that is not known here; `reason` says which, and never the key."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class ModelNotFound(InputError):
     """`model` names no model served here."""
 

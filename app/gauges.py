@@ -4,7 +4,7 @@ import platform
 from collections.abc import Callable
 from importlib.metadata import version
 
-from app.metrics import Metrics
+from app.metrics import TOWER_RESTART_REASONS, Metrics
 from app.service import Service
 from app.store import StoreStats, TierStats
 
@@ -16,13 +16,29 @@ def install_gauges(metrics: Metrics, service: Service) -> None:
     metrics.requests_limit.set(service.settings.max_requests)
     metrics.queue_patches.set_function(lambda: service.queued_patches)
     metrics.queue_limit_patches.set(service.max_queued_patches)
+    metrics.queued_bytes.set_function(lambda: service.queued_bytes)
+    metrics.queued_limit_bytes.set(service.settings.max_queued_bytes)
     metrics.running_batch_seconds.set_function(lambda: service.running_batch_s)
     metrics.decode_jobs.labels("image", "running").set_function(lambda: service.decode_jobs("image").running)
     metrics.decode_jobs.labels("image", "waiting").set_function(lambda: service.decode_jobs("image").waiting)
     metrics.decode_jobs.labels("video", "running").set_function(lambda: service.decode_jobs("video").running)
     metrics.decode_jobs.labels("video", "waiting").set_function(lambda: service.decode_jobs("video").waiting)
     metrics.build_info.labels(version("moonvit-serve"), platform.python_version(), version("torch")).set(1)
+    for number in range(len(service.tower_statuses)):
+        _install_tower(metrics, number, service)
     install_cache_series(metrics, lambda: service.store_stats)
+
+
+def _install_tower(metrics: Metrics, number: int, service: Service) -> None:
+    tower = str(number)
+    metrics.tower_up.labels(tower).set_function(lambda: service.tower_statuses[number].state == "up")
+    outstanding = metrics.tower_outstanding_patches.labels(tower)
+    outstanding.set_function(lambda: service.tower_statuses[number].outstanding_patches)
+    failed = metrics.attention_out_of_service.labels(tower)
+    failed.set_function(lambda: len(service.tower_statuses[number].out_of_service))
+    metrics.tower_batches.labels(tower)
+    for reason in TOWER_RESTART_REASONS:
+        metrics.tower_restarts.labels(tower, reason)
 
 
 def install_cache_series(metrics: Metrics, stats: Callable[[], StoreStats]) -> None:

@@ -1,23 +1,24 @@
 """What a running service says of itself: the document of `GET /v1/info`."""
 
+from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-import torch
-
-from app.device import dtype_name
 from app.intake import MAX_JSON_MARKS
 from app.keys import preprocessing_id
 from app.policies import decode_limits
 from app.service import Service
 
+_version = cache(version)  # which reads and parses files, every time
+
 
 def describe_service(service: Service) -> dict[str, Any]:
     """The document of `GET /v1/info`."""
-    settings, engine, vision = service.settings, service.engine, service.config.vision
+    settings, facts, vision = service.settings, service.facts, service.config.vision
     obstacle, store, limits = service.obstacle(), service.store_stats, decode_limits(settings)
     return {
-        "version": version("moonvit-serve"),
+        "version": _version("moonvit-serve"),
         "status": "ready" if obstacle is None else str(obstacle),
         "model": {
             "name": service.model_name,
@@ -35,19 +36,23 @@ def describe_service(service: Service) -> dict[str, Any]:
                 "projector": vision.mm_projector_type,
                 "embedding_width": vision.text_hidden_size,
             },
-            "weights_sha256": engine.weights_sha256 if engine else None,
-            "fingerprint": engine.fingerprint if engine else None,
+            "weights_sha256": facts.weights_sha256 if facts else None,
+            "fingerprint": facts.fingerprint if facts else None,
         },
         "preprocessing": preprocessing_id(service.config),
-        "device": device_name(engine.device) if engine else None,
-        "dtype": dtype_name(engine.dtype) if engine else None,
+        "device": facts.device_name if facts else None,
+        "dtype": facts.dtype if facts else None,
+        "quantization": facts.quantization if facts else None,
         "attention": {
             "configured": settings.attention_backend,
-            "selected": engine.attention.name if engine else None,
-            "refused": engine.attention.refused if engine else {},
-            "self_test": engine.attention.self_test if engine else {},
-            "graph_buckets": engine.graphs.buckets if engine and engine.graphs else [],
+            "selected": facts.attention if facts else None,
+            "refused": facts.refused if facts else {},
+            "rules": [{"batches": batches, "backend": backend} for batches, backend in facts.rules] if facts else [],
+            "self_test": facts.self_test if facts else {},
+            "graph_buckets": facts.graph_buckets if facts else [],
         },
+        "sandbox": service.sandbox,
+        "towers": [asdict(status) for status in service.tower_statuses],
         "limits": {
             "items": settings.max_items,
             "body_bytes": settings.max_body_bytes,
@@ -62,6 +67,7 @@ def describe_service(service: Service) -> dict[str, Any]:
             "float_tokens": settings.max_float_tokens,
             "requests": settings.max_requests,
             "inflight_bytes": settings.max_inflight_bytes,
+            "fetched_bytes": settings.max_fetched_bytes,
             "deadline_ms": settings.deadline_ms,
         },
         "store": {
@@ -78,10 +84,8 @@ def describe_service(service: Service) -> dict[str, Any]:
             "max_batch_patches": service.max_batch_patches,
             "max_queued_patches": service.max_queued_patches,
             "queued_patches": service.queued_patches,
+            "max_queued_bytes": service.settings.max_queued_bytes,
+            "queued_bytes": service.queued_bytes,
             "device_busy": service.running_batch_s > 0,
         },
     }
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

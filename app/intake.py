@@ -2,13 +2,14 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import orjson
 from pydantic import ValidationError
 
+from app.budget import Hold
 from app.decode import Kind, MediaOptions
 from app.errors import ClientTooSlow, InvalidRequest, LimitExceeded, UnsupportedMedia
 from app.forms import split_form
@@ -70,26 +71,28 @@ async def read_body(
     declared_bytes: int | None,
     max_bytes: int,
     timeout_s: float,
-    reserve: Callable[[int], None] = lambda num_bytes: None,
+    hold: Hold,
 ) -> bytearray:
     """Collect a request body.
 
     Args:
-        reserve: called with the bytes that will be held in all, before they are; may refuse.
+        hold: this body's share of what all bodies may hold. It grows with what arrives: a length that was only
+            announced is checked, and keeps nobody else out.
     Raises:
         LimitExceeded: more than `max_bytes`, from `Content-Length` or while reading (a chunked body has none).
+        Overloaded: it has no room beside the other bodies, now or once it arrives.
         ClientTooSlow: not complete within `timeout_s`.
     """
     if declared_bytes is not None and declared_bytes > max_bytes:
         raise LimitExceeded(f"request body of {declared_bytes} bytes, limit {max_bytes}")
-    reserve(declared_bytes or 0)
+    hold.check(declared_bytes or 0)
     body = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in chunks:
                 if len(body) + len(chunk) > max_bytes:
                     raise LimitExceeded(f"request body of more than {max_bytes} bytes")
-                reserve(len(body) + len(chunk))
+                hold.take(len(chunk))
                 body += chunk
     except TimeoutError as error:
         raise ClientTooSlow(f"{len(body)} bytes of the request body arrived within {timeout_s:g} s") from error

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from app.budget import ByteBudget, Hold
 from app.errors import Draining, Overloaded, Starting
 from encoder import DeviceFailed, EncoderError
 
@@ -13,13 +14,12 @@ class Lifecycle:
 
     Args:
         max_requests: in flight at a time; beyond, `admit` raises `Overloaded`.
-        max_body_bytes: of the bodies of all of them together; beyond, `Admission.reserve` does.
+        max_body_bytes: of the bodies of all of them together; beyond, `Hold.take` does.
     """
 
     def __init__(self, max_requests: int, max_body_bytes: int) -> None:
         self._max_requests = max_requests
-        self._max_body_bytes = max_body_bytes
-        self._body_bytes = 0
+        self._bodies = ByteBudget(max_body_bytes, "request bodies")
         self._obstacle: EncoderError | None = Starting("weights are being read")
         self._in_flight = 0
         self._idle = asyncio.Event()
@@ -58,47 +58,24 @@ class Lifecycle:
     @property
     def body_bytes(self) -> int:
         """Bytes of the bodies of all requests in flight."""
-        return self._body_bytes
+        return self._bodies.held_bytes
 
     @contextmanager
-    def admit(self) -> Iterator["Admission"]:
-        """Count a request in, or refuse it before a byte of its body is read."""
+    def admit(self) -> Iterator[Hold]:
+        """Count a request in, or refuse it before a byte of its body is read.
+
+        Yields: what its body takes of the bytes that all bodies may have; given back when the request ends.
+        """
         if self._obstacle is not None:
             raise type(self._obstacle)(*self._obstacle.args)
         if self._in_flight >= self._max_requests:
             raise Overloaded(f"{self._in_flight} requests are in flight, limit {self._max_requests}")
         self._in_flight += 1
         self._idle.clear()
-        admission = Admission(self)
         try:
-            yield admission
+            with self._bodies.hold() as hold:
+                yield hold
         finally:
-            self._body_bytes -= admission.reserved_bytes
             self._in_flight -= 1
             if not self._in_flight:
                 self._idle.set()
-
-    def _reserve(self, num_bytes: int) -> None:
-        if self._body_bytes and self._body_bytes + num_bytes > self._max_body_bytes:
-            held = f"{self._body_bytes} bytes of request bodies are in flight and this one has {num_bytes} more"
-            raise Overloaded(f"{held}, limit {self._max_body_bytes}")
-        self._body_bytes += num_bytes
-
-
-class Admission:
-    """One request's share of what the service holds; given back when the request ends."""
-
-    def __init__(self, lifecycle: Lifecycle) -> None:
-        self._lifecycle = lifecycle
-        self.reserved_bytes = 0
-
-    def reserve(self, num_bytes: int) -> None:
-        """Hold so many bytes of body in all.
-
-        Raises:
-            Overloaded: the bodies in flight would be too many bytes together.
-        """
-        more = num_bytes - self.reserved_bytes
-        if more > 0:
-            self._lifecycle._reserve(more)
-            self.reserved_bytes = num_bytes

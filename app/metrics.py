@@ -12,6 +12,9 @@ OUTCOMES = ("ok", "partial", "client_left", "aborted")  # of a request, beside t
 KINDS = ("image", "video", "unknown")  # unknown: failed before its bytes said what it is
 STAGES = ("fetch", "decode_wait", "decode", "preprocess", "queue", "encode", "deliver")
 DROP_REASONS = ("client_left", "deadline", "shutdown", "overload", "sibling_failed")
+PRIORITIES = ("interactive", "batch")
+UNAUTHORIZED_REASONS = ("missing", "malformed", "unknown")
+TOWER_RESTART_REASONS = ("crashed", "device_failed", "stalled", "failed")
 RESTART_REASONS = ("crashed", "deadline", "cancelled", "planned", "failed")
 
 # From a thumbnail on an idle GPU to the default deadline of a request.
@@ -60,6 +63,18 @@ class Metrics:
             "From arrival to the last byte of the answer, of requests that ended ok or partial.",
             _SECONDS,
         )
+        self.unauthorized = counter(
+            "moonvit_unauthorized_total",
+            "Requests without a valid API key: missing, malformed (no Bearer), or unknown.",
+            "reason",
+        )
+        self.key_requests = counter("moonvit_key_requests_total", "Requests to any route by their key's name.", "key")
+        self.key_refusals = counter(
+            "moonvit_key_refusals_total",
+            "Requests to /v1/encode beyond what their key may send: requests_per_s or max_requests.",
+            "key",
+            "limit",
+        )
         self.items = counter(
             "moonvit_items_total",
             "Pictures and films that have ended: ok, a problem's code, or dropped with their request.",
@@ -84,6 +99,21 @@ class Metrics:
         self.queue_limit_patches = gauge(
             "moonvit_queue_limit_patches", "Patches that may wait; items beyond are refused with 429."
         )
+        self.queued_bytes = gauge(
+            "moonvit_queued_bytes", "Bytes of decoded pixels that wait for the device, in host memory."
+        )
+        self.queued_limit_bytes = gauge(
+            "moonvit_queued_limit_bytes", "Bytes of pixels that may wait; items beyond are refused with 429."
+        )
+        self.queue_wait_seconds = histogram(
+            "moonvit_queue_wait_seconds",
+            "Wait of an item's slowest segment for the device, by the priority of its request.",
+            _SECONDS,
+            "priority",
+        )
+        self.dropped_patches = counter(
+            "moonvit_dropped_patches_total", "Patches that left the queue uncomputed: nobody waited for them any more."
+        )
         self.batch_patches = histogram("moonvit_batch_patches", "Patches of a batch, of all that were run.", _PATCHES)
         self.batch_segments = histogram(
             "moonvit_batch_segments",
@@ -92,7 +122,8 @@ class Metrics:
         )
         self.batches = counter(
             "moonvit_batches_total",
-            "Batches by outcome: ok, halved (failed, its halves were run), failed (nothing left to halve).",
+            "Batches by outcome: ok, halved (failed, its halves were run), retried (lost with its tower, or out of "
+            "memory beside another batch: run again), failed (nothing left to halve).",
             "outcome",
         )
         self.attention_batches = counter(
@@ -101,20 +132,40 @@ class Metrics:
         self.patches = counter("moonvit_patches_total", "Patches encoded.")
         self.tokens = counter("moonvit_tokens_total", "Rows of embeddings computed.")
         self.device_busy_seconds = counter(
-            "moonvit_device_busy_seconds_total", "Time the device ran batches; its rate is the busy share."
+            "moonvit_device_busy_seconds_total",
+            "Time the devices ran batches, the mean of all towers; its rate is the busy share.",
         )
         self.running_batch_seconds = gauge(
             "moonvit_running_batch_seconds", "Age of the batch that runs now; 0 if none does."
+        )
+        self.tower_up = gauge("moonvit_tower_up", "1 while a tower can run batches; numbered as in /v1/info.", "tower")
+        self.tower_outstanding_patches = gauge(
+            "moonvit_tower_outstanding_patches",
+            "Patches of the batches a tower has been given and not answered.",
+            "tower",
+        )
+        self.attention_out_of_service = gauge(
+            "moonvit_attention_out_of_service",
+            "Attention backends of a tower that failed while they served; `towers` in /v1/info says which and why.",
+            "tower",
+        )
+        self.tower_batches = counter("moonvit_tower_batches_total", "Batches that a tower has run.", "tower")
+        self.tower_restarts = counter(
+            "moonvit_tower_restarts_total",
+            "Tower processes replaced: crashed, device_failed, stalled (no answer in time), failed (it did not load).",
+            "tower",
+            "reason",
         )
 
         # ---- decoding
         self.decode_jobs = gauge(
             "moonvit_decode_jobs", "Pictures and films being decoded (running) or waiting for it.", "kind", "state"
         )
-        self.film_worker_restarts = counter(
-            "moonvit_film_worker_restarts_total",
-            "Film worker processes replaced: crashed, deadline (of one film), cancelled (nobody waited for its film), "
-            "planned (it has had its number of films), failed (it did not start).",
+        self.decode_worker_restarts = counter(
+            "moonvit_decode_worker_restarts_total",
+            "Processes that decode, replaced: crashed, deadline (of one item), cancelled (nobody waited for its item), "
+            "planned (it has had its number of items), failed (it did not start, or answered nonsense).",
+            "kind",
             "reason",
         )
 
@@ -190,10 +241,15 @@ class Metrics:
             self.drops.labels(reason)
         for stage in STAGES:
             self.stage_seconds.labels(stage)
-        for outcome in ("ok", "halved", "failed"):
+        for priority in PRIORITIES:
+            self.queue_wait_seconds.labels(priority)
+        for outcome in ("ok", "halved", "retried", "failed"):
             self.batches.labels(outcome)
+        for reason in UNAUTHORIZED_REASONS:
+            self.unauthorized.labels(reason)
         for reason in RESTART_REASONS:
-            self.film_worker_restarts.labels(reason)
+            for kind in ("image", "video"):
+                self.decode_worker_restarts.labels(kind, reason)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """All series as text, and its content type: OpenMetrics where `accept` asks for it, else Prometheus' own."""

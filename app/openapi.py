@@ -7,6 +7,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from app.auth import Keys
 from app.problems import ALL_PROBLEMS
 from app.schemas import JSON, PROBLEM, EncodeOptions, EncodeRequest, Problem, RawOptions
 
@@ -27,12 +28,14 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-def install(app: FastAPI) -> None:
-    """Make `app.openapi()` describe the request bodies too; built once, on the first call."""
+def install(app: FastAPI, keys: Keys | None) -> None:
+    """Make `app.openapi()` describe the request bodies, and keys where they are asked for; built once, when called."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             app.openapi_schema = _document(app)
+            if keys is not None:
+                _add_keys(app.openapi_schema, keys)
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -84,6 +87,14 @@ def _document(app: FastAPI) -> dict[str, Any]:
         for operation in path.values():
             operation["responses"].pop("422", None) if _is_frameworks(operation) else None
     return document
+
+
+def _add_keys(document: dict[str, Any], keys: Keys) -> None:
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in document["paths"].items():
+        for operation in () if keys.is_open(path) else operations.values():
+            operation["security"] = [{"key": []}]
+            operation["responses"] |= {str(status): answer for status, answer in problems(401).items()}
 
 
 def _is_frameworks(operation: dict[str, Any]) -> bool:

@@ -28,6 +28,7 @@ DTYPES: dict[DtypeName, torch.dtype] = {
 }
 _SAFETENSORS_DTYPES: dict[DtypeName, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
+RAW_PIECE_BYTES = 2 * 1024 * 1024  # nothing is made of them: the kernel takes what has room
 PIECE_BYTES = 768 * 1024  # a multiple of 3, so that base64 pieces join without padding between them
 
 
@@ -73,20 +74,27 @@ def convert(embedding: Tensor, dtype: DtypeName) -> Tensor:
     return converted
 
 
+def is_ready(embedding: Tensor, dtype: DtypeName, encoding_format: EncodingFormat) -> bool:
+    """Whether `convert` and `embedding_json` have nothing to do but to point at it."""
+    is_same = embedding.dtype == DTYPES[dtype] and dtype != "float16"  # which is searched for values that are too large
+    is_whole = embedding.is_contiguous() and embedding.untyped_storage().nbytes() == embedding.nbytes
+    return is_same and is_whole and encoding_format in ("base64", "safetensors")
+
+
 def raw(tensor: Tensor) -> Body:
     """The tensor's own memory, little-endian and row-major."""
     view = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return Body(view.nbytes, lambda: _slices(view))
+    return Body(view.nbytes, lambda: _slices(view, RAW_PIECE_BYTES))
 
 
-def _slices(view: memoryview) -> Iterator[memoryview]:
-    for start in range(0, view.nbytes, PIECE_BYTES):
-        yield view[start : start + PIECE_BYTES]
+def _slices(view: memoryview, piece_bytes: int) -> Iterator[memoryview]:
+    for start in range(0, view.nbytes, piece_bytes):
+        yield view[start : start + piece_bytes]
 
 
 def _base64(view: memoryview) -> Body:
     length = (view.nbytes + 2) // 3 * 4
-    return Body(length, lambda: (pybase64.b64encode(piece) for piece in _slices(view)))
+    return Body(length, lambda: (pybase64.b64encode(piece) for piece in _slices(view, PIECE_BYTES)))
 
 
 def embedding_json(tensor: Tensor, encoding_format: EncodingFormat) -> Body:

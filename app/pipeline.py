@@ -10,7 +10,9 @@ from typing import Literal
 
 from torch import Tensor
 
+from app import tracing
 from app.batcher import Batcher
+from app.budget import Hold
 from app.counting import count_item, count_unwanted, observe_decoding
 from app.data_uri import decode_data_uri
 from app.decode import Decoder, Kind, MediaOptions, identify
@@ -19,13 +21,16 @@ from app.fetch import Fetcher
 from app.intake import Item, Job
 from app.keys import embedding_key, preprocessing_id
 from app.metrics import Metrics
-from app.payload import Body, convert, embedding_json
+from app.payload import Body, convert, embedding_json, is_ready
 from app.prompts import image_prompt, video_prompt
-from app.store import EmbeddingStore, StoredEmbedding
+from app.store import EmbeddingStore, Loans, StoredEmbedding
+from app.ticket import Caller
 from encoder import EncoderConfig
 
 # Items of one request that are fetched or decoded, or wait decoded, at a time: bounds what a request holds in memory.
 ITEMS_IN_PREPARATION = 8
+MOST_LENT = 4  # results that are answered from a tower's own memory: one alone in its batch, which few are under load
+HASHED_AT_ONCE_BYTES = 512 * 1024  # in 0.3 ms, as long as it takes to hand the work to a thread and back
 
 
 @dataclass
@@ -113,6 +118,7 @@ class Pipeline:
         self._deadline_s = deadline_s
         self._window_patches = window_patches
         self._metrics = metrics or Metrics()
+        self._loans = Loans(MOST_LENT)
 
     async def results(self, job: Job, deadline_s: float) -> AsyncGenerator[Result, None]:
         """Yield one result per item as it finishes; closing the iterator drops what is not done.
@@ -151,6 +157,7 @@ class Pipeline:
 
     async def _result(self, index: int, item: Item, request: "_Request") -> Result:
         try:
+            tracing.enter_item(index)
             async with asyncio.timeout_at(request.deadline):
                 return await self._encode(index, item, request)
         except TimeoutError:
@@ -161,21 +168,27 @@ class Pipeline:
 
     async def _encode(self, index: int, item: Item, request: "_Request") -> EncodedItem:
         times = StageTimes()
-        async with request.slot() as slot:
-            start = time.monotonic()
-            data = await self._bytes(item)
-            times.fetch_s = time.monotonic() - start
-            digest = await asyncio.to_thread(_sha256, data)
-            media_bytes = len(data)
-            kind = identify(data, item.kind)
-            key = embedding_key(
-                digest, kind, item.options, fingerprint=self._fingerprint, preprocessing=self._preprocessing
-            )
-            compute = partial(self._compute, key, data, kind, item.options, request.window, slot, times)
-            del data
-            stored, cache = await self._store.fetch_or_compute(key, compute)
+        # `compute` keeps the item's bytes until it is done, so fetched ones count for as long.
+        with self._fetcher.hold() as hold:
+            async with request.slot() as slot:
+                start = time.monotonic()
+                data = await self._bytes(item, hold)
+                times.fetch_s = time.monotonic() - start
+                media_bytes = len(data)
+                at_once = media_bytes <= HASHED_AT_ONCE_BYTES
+                digest = _sha256(data) if at_once else await asyncio.to_thread(_sha256, data)
+                kind = identify(data, item.kind)
+                key = embedding_key(
+                    digest, kind, item.options, fingerprint=self._fingerprint, preprocessing=self._preprocessing
+                )
+                compute = partial(self._compute, key, data, kind, item.options, request, slot, times)
+                del data
+                stored, cache = await self._store.fetch_or_compute(key, compute)
         request.count_tokens(sum(stored.segment_tokens), self._max_float_tokens)
-        tensor, text = await asyncio.to_thread(_finish, stored.tensor, request.job)
+        if is_ready(stored.tensor, request.job.options.dtype, request.job.encoding_format):
+            tensor, text = _finish(stored.tensor, request.job)
+        else:
+            tensor, text = await asyncio.to_thread(_finish, stored.tensor, request.job)
         return EncodedItem(
             index=index,
             item=item.without_bytes(),
@@ -194,36 +207,43 @@ class Pipeline:
         data: bytes,
         kind: Kind,
         options: MediaOptions,
-        window: "Window",
+        request: "_Request",
         slot: "_Slot",
         times: StageTimes,
     ) -> StoredEmbedding:
         """Decode and encode. Others may wait for the same embedding, so no one caller's deadline counts in here; it
-        ends when nobody waits any more."""
+        ends when nobody waits any more. It has the place in the queue of the request that came first."""
         start = time.monotonic()
-        prepared = await self._decoder.prepare(data, kind, options, timeout_s=self._deadline_s)
+        with tracing.stage("decode"):
+            prepared = await self._decoder.prepare(data, kind, options, timeout_s=self._deadline_s)
         times.decode_s = time.monotonic() - start
         observe_decoding(self._metrics, prepared, times.decode_s)
         del data
         patches = sum(segment.num_patches for segment in prepared.segments)
-        await window.enter(patches)
+        await request.window.enter(patches)
         try:
             slot.release()
-            encoded = await self._batcher.encode(prepared.segments)
+            encoded = await self._batcher.encode(prepared.segments, request.caller)
         finally:
-            window.leave(patches)
+            request.window.leave(patches)
         times.queue_s, times.encode_s = encoded.queue_s, encoded.encode_s
+        started_s = time.monotonic() - encoded.encode_s
+        tracing.stage_done("queue", started_s - encoded.queue_s, started_s)
+        tracing.stage_done("encode", started_s, started_s + encoded.encode_s)
         self._metrics.stage_seconds.labels("queue").observe(encoded.queue_s)
         self._metrics.stage_seconds.labels("encode").observe(encoded.encode_s)
+        lent = self._loans.take(encoded.rows)
+        if lent is not None:
+            return StoredEmbedding.lent(key, prepared, encoded.rows, lent)
         return await asyncio.to_thread(StoredEmbedding.of, key, prepared, encoded.rows)
 
-    async def _bytes(self, item: Item) -> bytes:
+    async def _bytes(self, item: Item, hold: Hold) -> bytes:
         source = item.source
         if isinstance(source, str):
             if source[:5].lower() == "data:":
                 return await asyncio.to_thread(decode_data_uri, source, self._max_item_bytes)
-            with self._metrics.stage_seconds.labels("fetch").time():
-                return await self._fetcher.fetch(source)
+            with self._metrics.stage_seconds.labels("fetch").time(), tracing.stage("fetch"):
+                return await self._fetcher.fetch(source, hold)
         if not source:
             raise UnsupportedMedia("0 bytes, allowed: a picture or a film")
         if len(source) > self._max_item_bytes:
@@ -252,6 +272,7 @@ class _Request:
         self.deadline_s = deadline_s
         self.deadline = asyncio.get_running_loop().time() + deadline_s
         self.window = Window(window_patches)
+        self.caller = Caller(job.options.priority)
         self._slots = asyncio.Semaphore(ITEMS_IN_PREPARATION)
         self._tokens = 0
 

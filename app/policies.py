@@ -6,6 +6,8 @@ from app.settings import InvalidSettings, Settings
 from app.store import DiskTier, Tier
 from encoder import EncoderConfig, largest_segment
 
+LEAST_BATCH_PATCHES = 4096  # about one picture of 900x900; a batch takes a launch of every kernel, however small it is
+
 
 def disk_tier(settings: Settings) -> Tier | None:
     """The tier in `--store-dir`, where one is set."""
@@ -28,17 +30,27 @@ def shared_tier(settings: Settings) -> Tier | None:
 
 
 def batch_budget(settings: Settings, config: EncoderConfig) -> int:
-    """Patches of one batch; every legal segment must fit, or packing could stall."""
-    needed = largest_segment(config.media)
-    asked = settings.max_batch_patches or needed
-    if asked < needed:
-        raise InvalidSettings(f"--max-batch-patches {asked}: the largest legal segment has {needed} patches")
+    """Patches of one batch of several segments; a segment that has more runs alone."""
+    largest = largest_segment(config.media)
+    asked = settings.max_batch_patches or largest
+    least = min(LEAST_BATCH_PATCHES, largest)
+    if asked < least:
+        raise InvalidSettings(f"--max-batch-patches {asked}: allowed from {least} on, less is mostly overhead")
     return asked
+
+
+def fitted_budget(settings: Settings, config: EncoderConfig, patches_that_fit: int | None) -> int:
+    """`batch_budget`, unless it was not asked for and fewer patches fit into the device's memory."""
+    budget = batch_budget(settings, config)
+    if settings.max_batch_patches is not None or patches_that_fit is None or patches_that_fit >= budget:
+        return budget
+    return max(patches_that_fit, min(LEAST_BATCH_PATCHES, budget))
 
 
 def fetch_policy(settings: Settings) -> FetchPolicy:
     return FetchPolicy(
         max_bytes=settings.max_item_bytes,
+        max_held_bytes=settings.max_fetched_bytes,
         allowed_domains=frozenset(settings.allowed_media_domains) or None,
         allow_private=settings.allow_private_media,
         connect_timeout_s=settings.fetch_connect_timeout_s,
@@ -53,6 +65,8 @@ def decode_limits(settings: Settings) -> DecodeLimits:
         max_pixels=settings.max_image_pixels,
         max_sampled_frames=settings.max_video_frames,
         max_walked_frames=settings.max_video_frames_walked,
+        picture_deadline_s=settings.picture_deadline_s,
+        picture_worker_memory_bytes=settings.picture_worker_memory_bytes,
         film_deadline_s=settings.film_deadline_s,
         film_worker_memory_bytes=settings.film_worker_memory_bytes,
     )

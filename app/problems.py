@@ -1,5 +1,6 @@
 """The one table from exceptions to HTTP problems (RFC 9457), and the one place that turns them into responses."""
 
+import math
 from dataclasses import dataclass
 
 from app import errors as app_errors
@@ -25,6 +26,7 @@ class ProblemType:
 
 PROBLEMS: dict[type[EncoderError], ProblemType] = {
     app_errors.InvalidRequest: ProblemType(400, "invalid_request", "The request is not well-formed"),
+    app_errors.Unauthorized: ProblemType(401, "unauthorized", "An API key is needed"),
     app_errors.ModelNotFound: ProblemType(404, "model_not_found", "No such model is served here"),
     app_errors.ClientTooSlow: ProblemType(408, "client_too_slow", "The request body did not arrive in time"),
     app_errors.LimitExceeded: ProblemType(413, "limit_exceeded", "A stated limit is exceeded"),
@@ -89,6 +91,15 @@ def document(kind: ProblemType, detail: str, instance: str, index: int | None = 
 
 
 def retry_after(error: BaseException) -> dict[str, str]:
-    """`Retry-After` header of an exception: its own measured seconds, else the table's, else none."""
+    """`Retry-After` header of an exception: its own measured seconds, else the table's, else none. Rounded up: who
+    comes back at the stated time is not to be early."""
     seconds = getattr(error, "retry_after_s", None) or problem_type(error).retry_after_s
-    return {} if seconds is None else {"Retry-After": str(max(1, round(seconds)))}
+    return {} if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}
+
+
+def problem_headers(error: BaseException) -> dict[str, str]:
+    """All headers that belong to the problem of an exception."""
+    if isinstance(error, app_errors.Unauthorized):
+        given = error.reason != "missing"
+        return {"WWW-Authenticate": 'Bearer error="invalid_token"' if given else "Bearer"}  # RFC 6750, section 3
+    return retry_after(error)

@@ -108,6 +108,9 @@ class EncodeOptions(ImageOptions, VideoOptions):
     dtype: DtypeName = Field("bfloat16", description="type of the numbers in the answer")
     delivery: Literal["inline"] = Field("inline", description="inline: the answer carries the embedding")
     on_error: Literal["partial", "fail"] = Field("partial", description="fail: one bad item fails the request")
+    priority: Literal["interactive", "batch"] = Field(
+        "interactive", description="batch: after interactive work, for what nobody sits and waits for"
+    )
     deadline_ms: int | None = Field(None, ge=1, description="milliseconds after which the result is of no use")
 
 

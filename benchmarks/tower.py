@@ -14,7 +14,6 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +75,7 @@ def main() -> None:
     chosen = options.only.split(",") if options.only else list(WORKLOADS)
     report = {
         "model": MODEL,
-        "gpu": torch.cuda.get_device_name(),
-        **describe("torch", *installed("triton", "flashinfer-python", "nvidia-cudnn-frontend")),
+        **describe("torch", "triton", "flashinfer-python", "nvidia-cudnn-frontend"),
         "attention": {"configured": engine.attention.configured, "self_test": engine.attention.self_test},
         "steps": names(engine.model.ops),
         "graphs": engine.graphs.buckets if engine.graphs else [],
@@ -95,17 +93,6 @@ def main() -> None:
         print(f"product {report['product_tflops']}\nerror {report['error']}\nbreakdown {report['breakdown_ms']}")
     options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"written to {options.out}")
-
-
-def installed(*packages: str) -> list[str]:
-    present = []
-    for package in packages:
-        try:
-            version(package)
-        except PackageNotFoundError:
-            continue
-        present.append(package)
-    return present
 
 
 def make_batch(shapes: list[tuple[int, int, int]]) -> PackedBatch:

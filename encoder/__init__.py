@@ -21,7 +21,14 @@ from encoder.errors import (
     UnknownBackend,
 )
 from encoder.grid import Grid, VideoPlan, flops, largest_segment, num_tokens, plan_video
-from encoder.preprocess import PREPROCESSING_VERSION, preprocess_frames, preprocess_image
+from encoder.picture import Picture
+from encoder.preprocess import (
+    PREPROCESSING_VERSION,
+    defer_frames,
+    defer_image,
+    preprocess_frames,
+    preprocess_image,
+)
 from encoder.segments import PackedBatch, Segment, pack, split
 
 __all__ = [
@@ -38,11 +45,14 @@ __all__ = [
     "NoUsableBackend",
     "NonFiniteResult",
     "PackedBatch",
+    "Picture",
     "Segment",
     "SetupError",
     "Unavailable",
     "UnknownBackend",
     "VideoPlan",
+    "defer_frames",
+    "defer_image",
     "flops",
     "largest_segment",
     "load_config",

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from encoder import fused_kernels
 from encoder.config import EncoderConfig
 from encoder.grid import Grid
+from encoder.launch import launch
 from encoder.ops import Norm, Ops
 from encoder.ops import patches as plain_patches
 
@@ -43,16 +43,11 @@ def patches(pixel_values: Tensor, config: EncoderConfig, dtype: torch.dtype) -> 
     num_rows, width = pixels.shape
     out_width = triton.cdiv(width, ALIGNED) * ALIGNED
     out = torch.empty((num_rows, out_width), dtype=dtype, device=pixels.device)
-    kernel: Any = fused_kernels.look_up_levels
-    kernel[(triton.cdiv(num_rows, LEVELS_ROWS),)](
-        pixels,
-        _level_table(config, dtype, pixels.device),
-        out,
-        num_rows,
-        width=width,
-        out_width=out_width,
-        columns=triton.next_power_of_2(out_width),
-        block_rows=LEVELS_ROWS,
+    launch(
+        fused_kernels.look_up_levels,
+        (triton.cdiv(num_rows, LEVELS_ROWS),),
+        (pixels, _level_table(config, dtype, pixels.device), out, num_rows),
+        (width, out_width, triton.next_power_of_2(out_width), LEVELS_ROWS),
     )
     return out
 
@@ -67,17 +62,12 @@ def _level_table(config: EncoderConfig, dtype: torch.dtype, device: torch.device
 def add_norm(x: Tensor, delta: Tensor, norm: Norm) -> Tensor:
     out = torch.empty_like(x)
     width = x.shape[-1]
-    kernel: Any = fused_kernels.add_norm_row
-    kernel[(x.shape[0],)](
-        x,
-        delta,
-        norm.weight,
-        norm.weight if norm.bias is None else norm.bias,
-        out,
-        norm.eps,
-        width=width,
-        columns=triton.next_power_of_2(width),
-        is_layernorm=norm.bias is not None,
+    bias = norm.bias
+    launch(
+        fused_kernels.add_norm_row,
+        (x.shape[0],),
+        (x, delta, norm.weight, norm.weight if bias is None else bias, out, norm.eps),
+        (width, triton.next_power_of_2(width), bias is not None),
         num_warps=NORM_WARPS,
     )
     return out
@@ -88,16 +78,11 @@ def rotate(qkv: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, _, num_heads, head_dim = qkv.shape
     wanted = ROTATE_PARTS_LONG if num_rows >= LONG_ROWS else ROTATE_PARTS
     parts = wanted if 2 * num_heads % wanted == 0 else 2
-    kernel: Any = fused_kernels.rotate_rows
-    kernel[(triton.cdiv(num_rows, ROTATE_ROWS), parts)](
-        qkv,
-        torch.view_as_real(rope),
-        num_rows,
-        qkv.stride(0),
-        head_dim=head_dim,
-        columns=triton.next_power_of_2(head_dim),
-        block_rows=ROTATE_ROWS,
-        heads=2 * num_heads // parts,
+    launch(
+        fused_kernels.rotate_rows,
+        (triton.cdiv(num_rows, ROTATE_ROWS), parts),
+        (qkv, torch.view_as_real(rope), num_rows, qkv.stride(0)),
+        (head_dim, triton.next_power_of_2(head_dim), ROTATE_ROWS, 2 * num_heads // parts),
     )
     return qkv[:, 0], qkv[:, 1]
 
@@ -120,13 +105,11 @@ def merge_patches(x: Tensor, grids: Sequence[Grid], kernel: tuple[int, int]) -> 
         sources = sources.pin_memory()
     num_rows, width = len(sources), x.shape[-1]
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    launch: Any = fused_kernels.merge_rows
-    launch[(num_rows,)](
-        x,
-        sources.to(x.device, non_blocking=True),
-        out,
-        width=width,
-        columns=triton.next_power_of_2(width),
+    launch(
+        fused_kernels.merge_rows,
+        (num_rows,),
+        (x, sources.to(x.device, non_blocking=True), out),
+        (width, triton.next_power_of_2(width)),
     )
     return out.view(-1, kernel[0] * kernel[1], width)
 

@@ -6,8 +6,8 @@ batch left there; no kernel of a real row reads them.
 """
 
 import logging
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,17 +38,47 @@ def padded_tiles(lengths: Sequence[int], block_m: int, num_tiles: int) -> npt.ND
     return tiles
 
 
+class Recorder(Protocol):
+    """Records launches once, to be repeated as they were: on the same memory, whatever it holds by then."""
+
+    def record(self, launches: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Run `launches` as often as it takes; the call that repeats them, and the tensor they write each time."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs that share one pool of memory: a result is valid until any of them runs again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # captures cannot be on the default one
+
+    def record(self, launches: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        current = torch.cuda.current_stream(self._device)
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):  # compiles the kernels and sets libraries up, which a capture cannot
+            launches()
+        current.wait_stream(self._side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
+            out = launches()
+        return graph.replay, out
+
+
 class _Graph(NamedTuple):
-    graph: torch.cuda.CUDAGraph
-    out: Tensor
     tiling: Tiling
     num_tiles: int
+    replay: Callable[[], None]
+    out: Tensor
 
 
 class BlockGraphs:
     """The tower's blocks for small batches. One stream at a time; a result is valid until the next call."""
 
-    def __init__(self, model: MoonViT3d, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: MoonViT3d, device: torch.device, dtype: torch.dtype, recorder: Recorder | None = None
+    ) -> None:
         vision = model.config.vision
         self._model, self._device = model, device
         self._attention = TritonAttention(device, dtype, vision.num_heads, vision.head_dim)
@@ -56,7 +86,7 @@ class BlockGraphs:
         self._x = torch.zeros((largest, vision.hidden_size), dtype=dtype, device=device)
         self._rope = torch.zeros((largest, vision.head_dim // 2), dtype=torch.complex64, device=device)
         self._tiles = torch.zeros((largest, 4), dtype=torch.int32, device=device)
-        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # captures cannot be on the default one
+        self._recorder = recorder
         self._graphs: dict[int, _Graph] = {}
 
     @property
@@ -66,10 +96,10 @@ class BlockGraphs:
 
     def capture(self) -> None:
         """Capture every bucket and compare it with the eager blocks; one that fails or differs stays out of service."""
-        pool = torch.cuda.graph_pool_handle()
+        recorder = self._recorder or CudaRecorder(self._device)
         for bucket in reversed(BUCKETS):  # the largest first, so that the others fit into its memory
             try:
-                found = self._capture(bucket, pool)
+                found = self._capture(bucket, recorder)
                 difference = self._difference(bucket, found)
             except Exception as error:  # whatever a driver, library or kernel compiler raises: eager serves
                 logger.warning("no CUDA graph of %d patches: %s", bucket, type(error).__name__, exc_info=True)
@@ -79,6 +109,10 @@ class BlockGraphs:
             else:
                 logger.warning("CUDA graph of %d patches is out of service: differs by %.2g", bucket, difference)
 
+    def retire(self) -> None:
+        """Launch nothing as a graph any more."""
+        self._graphs.clear()
+
     def fits(self, lengths: Sequence[int]) -> bool:
         return self._find(lengths) is not None
 
@@ -87,8 +121,8 @@ class BlockGraphs:
         found = self._find(lengths)
         if found is None:
             raise ValueError(f"no graph for {len(lengths)} segments of {sum(lengths)} patches")
-        self._fill(x, rope, lengths, found)
-        found.graph.replay()
+        self._fill(x, rope, lengths, found.tiling, found.num_tiles)
+        found.replay()
         return found.out[: len(x)]
 
     def _find(self, lengths: Sequence[int]) -> _Graph | None:
@@ -99,30 +133,24 @@ class BlockGraphs:
                 return found if tiles <= found.num_tiles else None
         return None
 
-    def _fill(self, x: Tensor, rope: Tensor, lengths: Sequence[int], found: _Graph) -> None:
-        tiles = torch.from_numpy(padded_tiles(lengths, found.tiling.block_m, found.num_tiles)).pin_memory()
-        self._tiles[: found.num_tiles].copy_(tiles, non_blocking=True)
+    def _fill(self, x: Tensor, rope: Tensor, lengths: Sequence[int], tiling: Tiling, num_tiles: int) -> None:
+        tiles = torch.from_numpy(padded_tiles(lengths, tiling.block_m, num_tiles))
+        if self._device.type == "cuda":
+            tiles = tiles.pin_memory()
+        self._tiles[:num_tiles].copy_(tiles, non_blocking=True)
         self._x[: len(x)].copy_(x)
         self._rope[: len(rope)].copy_(rope)
 
-    def _capture(self, bucket: int, pool: Any) -> _Graph:
+    def _capture(self, bucket: int, recorder: Recorder) -> _Graph:
         tiling = self._attention.choose_tiling([bucket])
         num_tiles = -(-bucket // tiling.block_m) + EXTRA_TILES
-        graph = torch.cuda.CUDAGraph()
-        found = _Graph(graph, self._x, tiling, num_tiles)
-        side = self._side
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):  # compiles the kernels and sets libraries up, which a capture cannot
-            self._fill(self._x[:bucket], self._rope[:bucket], [bucket], found)
-            self._blocks(self._x[:bucket], bucket, found)
-        torch.cuda.current_stream(self._device).wait_stream(side)
-        with torch.cuda.graph(graph, pool=pool, stream=side):
-            out = self._blocks(self._x[:bucket], bucket, found)
-        return found._replace(out=out)
+        self._fill(self._x[:bucket], self._rope[:bucket], [bucket], tiling, num_tiles)
+        replay, out = recorder.record(lambda: self._blocks(bucket, tiling, num_tiles))
+        return _Graph(tiling, num_tiles, replay, out)
 
-    def _blocks(self, x: Tensor, bucket: int, found: _Graph) -> Tensor:
-        attend: Attend = self._attention.over(self._tiles[: found.num_tiles], found.tiling)
-        out: Tensor = self._model.vision_tower.encoder(x, self._rope[:bucket], attend, self._model.ops)
+    def _blocks(self, bucket: int, tiling: Tiling, num_tiles: int) -> Tensor:
+        attend: Attend = self._attention.over(self._tiles[:num_tiles], tiling)
+        out: Tensor = self._model.vision_tower.encoder(self._x[:bucket], self._rope[:bucket], attend, self._model.ops)
         return out
 
     def _difference(self, bucket: int, found: _Graph) -> float:
@@ -135,11 +163,11 @@ class BlockGraphs:
             angles = torch.rand((total, self._rope.shape[1]), generator=generator, device=self._device)
             rope = torch.polar(torch.ones_like(angles), angles)
             self._x.fill_(float("nan"))
-            self._fill(x, rope, lengths, found)
-            found.graph.replay()
+            self._fill(x, rope, lengths, found.tiling, found.num_tiles)
+            found.replay()
             got = found.out[:total].float()
-            self._fill(x, rope, lengths, found)
-            want = self._blocks(self._x[:bucket], bucket, found)[:total].float()
+            self._fill(x, rope, lengths, found.tiling, found.num_tiles)
+            want = self._blocks(bucket, found.tiling, found.num_tiles)[:total].float()
             differences.append(float((got - want).norm() / want.norm()))
         self._x.zero_()
         return max(differences, key=lambda value: float("inf") if value != value else value)

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from encoder.attention import Attend
+from encoder.attention import Attend, TurningAttend
 from encoder.config import EncoderConfig, VisionConfig
 from encoder.grid import Grid
-from encoder.ops import PLAIN, Norm, Ops
+from encoder.ops import PLAIN, Norm, Ops, Product, Quantized, Rows
 from encoder.position import KEPT_BYTES, FrameTables, pos_emb, rope_table, time_table
 
 # On a CPU the MLP takes this many patches at a time: its wide middle then stays in memory that is used again. Taken
@@ -151,10 +151,10 @@ class Encoder(nn.Module):
         # A sum and the norm that reads it are one step, so each block is given the norm that follows it.
         blocks = cast("Sequence[Block]", self.blocks)
         following = [*(block.norm0 for block in blocks[1:]), self.final_layernorm]
-        normed: Tensor = blocks[0].norm0(x)
+        normed: Rows = blocks[0].norm0(x)
         for block, norm in zip(blocks, following, strict=True):
             normed = block(x, normed, norm, rope, attend, ops)
-        return normed
+        return cast("Tensor", normed)  # nothing quantises the last norm
 
 
 class Block(nn.Module):
@@ -170,16 +170,20 @@ class Block(nn.Module):
         self.norm1 = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, normed: Tensor, following: Norm, rope: Tensor, attend: Attend, ops: Ops) -> Tensor:
+    def forward(self, x: Tensor, normed: Rows, following: Norm, rope: Tensor, attend: Attend, ops: Ops) -> Rows:
         """Adds to x in place; takes norm0 of x as it comes, returns the following norm of x as it leaves."""
         normed = ops.add_norm(x, self.attention(normed, rope, attend, ops), self.norm1)
         return ops.add_norm(x, self.mlp(normed, ops), following)
 
-    def attention(self, x: Tensor, rope: Tensor, attend: Attend, ops: Ops) -> Tensor:
+    def attention(self, x: Rows, rope: Tensor, attend: Attend, ops: Ops) -> Product:
         """(L, D) -> (L, D); q, k and v are strided views of the packed projection where `ops` rotates in place."""
         qkv = self.wqkv(x).unflatten(-1, (3, self.num_heads, -1))
-        q, k = ops.rotate(qkv, rope)
-        out: Tensor = self.wo(attend(q, k, qkv[:, 2]).flatten(1))
+        if isinstance(attend, TurningAttend):
+            attended = attend.turn(qkv, rope)
+        else:
+            q, k = ops.rotate(qkv, rope)
+            attended = attend(q, k, qkv[:, 2])
+        out: Product = self.wo(attended.flatten(1))
         return out
 
 
@@ -191,8 +195,10 @@ class MLP(nn.Module):
         self.fc0 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.linear_bias)
         self.fc1 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.linear_bias)
 
-    def forward(self, x: Tensor, ops: Ops) -> Tensor:
-        blocks = torch.split(x, CPU_MLP_ROWS if x.device.type == "cpu" else len(x))
+    def forward(self, x: Rows, ops: Ops) -> Product:
+        if isinstance(x, Quantized) or x.device.type != "cpu":
+            return cast("Product", self.fc1(ops.linear_gelu(x, self.fc0)))
+        blocks = torch.split(x, CPU_MLP_ROWS)
         outputs = [self.fc1(ops.linear_gelu(rows, self.fc0)) for rows in blocks]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

@@ -5,7 +5,7 @@ Shapes: L patches, M tokens, D width of the residual stream, H heads, Dh head wi
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,43 @@ from encoder.config import EncoderConfig
 from encoder.grid import Grid
 from encoder.position import apply_rope
 from encoder.segments import normalize
+
+
+class Quantized(NamedTuple):
+    """Rows in 8 bits: what they stand for is values * scale.
+
+    Attributes:
+        values: (L, K) float8_e4m3fn.
+        scale: (L, 1) float32.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+
+Rows = Tensor | Quantized
+"""What a product takes: numbers in the model's dtype, or quantised already by the step before."""
+
+
+class Unscaled(NamedTuple):
+    """A product of quantised rows whose scales the step after it applies: it stands for values * row * channel.
+
+    Attributes:
+        values: (L, N) in the model's dtype.
+        row: (L, 1) float32.
+        channel: (N, 1) float32.
+    """
+
+    values: Tensor
+    row: Tensor
+    channel: Tensor
+
+    def wide(self) -> Tensor:
+        """(L, N) in float32."""
+        return self.values.float() * self.row * self.channel.t()
+
+
+Product = Tensor | Unscaled
 
 
 class Norm(nn.Module):
@@ -40,10 +77,10 @@ def patches(pixel_values: Tensor, config: EncoderConfig, dtype: torch.dtype) -> 
     return normalize(pixel_values, config).flatten(1).to(dtype)
 
 
-def add_norm(x: Tensor, delta: Tensor, norm: Norm) -> Tensor:
+def add_norm(x: Tensor, delta: Tensor, norm: Norm) -> Rows:
     """Add delta to x in place, rounded to x's dtype, and return the norm of the sum; all (L, D)."""
     x += delta
-    normed: Tensor = norm(x)
+    normed: Rows = norm(x)
     return normed
 
 
@@ -85,9 +122,9 @@ class Ops:
     """One implementation of every step above, under its name and with its contract."""
 
     patches: Callable[[Tensor, EncoderConfig, torch.dtype], Tensor] = patches
-    add_norm: Callable[[Tensor, Tensor, Norm], Tensor] = add_norm
+    add_norm: Callable[[Tensor, Any, Norm], Rows] = add_norm  # of a Product where the linear layer gives one
     rotate: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = rotate
-    linear_gelu: Callable[[Tensor, nn.Linear], Tensor] = linear_gelu
+    linear_gelu: Callable[[Any, nn.Linear], Rows] = linear_gelu  # of Rows where the linear layer takes them
     merge_patches: Callable[[Tensor, Sequence[Grid], tuple[int, int]], Tensor] = merge_patches
 
 

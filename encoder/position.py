@@ -93,7 +93,7 @@ def pos_emb(
     for t, h, w in grids:
         frame = kept.get(h, w, like, lambda rows, columns: resample_table(table, rows, columns, mode))
         parts.append(frame if t == 1 else (frame + time[:t, None]).flatten(0, 1))
-    return torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def rope_table(grids: Sequence[Grid], head_dim: int, device: torch.device, frames: FrameTables | None = None) -> Tensor:
@@ -112,7 +112,7 @@ def rope_table(grids: Sequence[Grid], head_dim: int, device: torch.device, frame
     for t, h, w in grids:
         frame = kept.get(h, w, (device, head_dim), lambda rows, columns: _turns(rows, columns, head_dim, device))
         parts += [frame] * t
-    return torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _turns(h: int, w: int, head_dim: int, device: torch.device) -> Tensor:

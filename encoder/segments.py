@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from encoder.config import EncoderConfig
+from encoder.device_pixels_plain import expand
+from encoder.device_pixels_staging import StagedPixels, stage
 from encoder.errors import InvalidSegment
 from encoder.grid import Grid, check_grid, num_tokens
+from encoder.picture import Picture
 
 MAX_NORMALIZED = 1e4  # far beyond any mean and deviation in use, far below what overflows inside the tower
 
@@ -24,14 +27,16 @@ class Segment:
 
     Attributes:
         pixel_values: (L, 3, P, P) patches in (frame, row, column) order; float32 already normalised to [-1, 1], or
-            uint8 not yet normalised.
+            uint8 not yet normalised. No rows where there is a picture instead.
         grid_thw: (t, h, w) in patches with t*h*w = L.
+        picture: a decoded picture or chunk whose patches are made on the device.
     Raises:
         InvalidSegment: a shape, dtype or grid that do not fit each other.
     """
 
     pixel_values: Tensor
     grid_thw: Grid
+    picture: Picture | None = None
 
     def __init__(self, pixel_values: Tensor, grid_thw: Sequence[int]) -> None:
         grid = _grid(grid_thw)
@@ -47,9 +52,27 @@ class Segment:
         object.__setattr__(self, "pixel_values", pixel_values)
         object.__setattr__(self, "grid_thw", grid)
 
+    @classmethod
+    def deferred(cls, picture: Picture) -> "Segment":
+        """A segment whose patches are not made yet."""
+        segment = cls.__new__(cls)
+        object.__setattr__(segment, "pixel_values", _no_patches(picture.plan.patch_size))
+        object.__setattr__(segment, "grid_thw", picture.grid)
+        object.__setattr__(segment, "picture", picture)
+        return segment
+
     @property
     def num_patches(self) -> int:
         return self.grid_thw.num_patches
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its pixels in host memory: a deferred picture may hold many times those of its patches."""
+        return self.pixel_values.nbytes if self.picture is None else self.picture.pixels.nbytes
+
+
+def _no_patches(patch: int) -> Tensor:
+    return torch.empty((0, 3, patch, patch), dtype=torch.uint8, device="cpu")
 
 
 def _grid(grid_thw: Any) -> Grid:
@@ -70,14 +93,17 @@ class PackedBatch:
     """Segments back to back, with no padding between them.
 
     Attributes:
-        pixel_values: (L, 3, P, P), all uint8 if every segment is, else float32 normalised.
+        pixel_values: (L, 3, P, P), all uint8 if every segment is, else float32 normalised. No rows where the pixels of
+            the whole batch are in `staged`.
         grids: N host triples.
         num_tokens: output rows of each segment.
+        staged: pixels of a batch with pictures whose patches are made on the device, ready patches among them.
     """
 
     pixel_values: Tensor
     grids: list[Grid]
     num_tokens: list[int]
+    staged: StagedPixels | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -93,9 +119,12 @@ class PackedBatch:
         return len(self.grids)
 
 
-def pack(segments: Iterable[Segment], config: EncoderConfig) -> PackedBatch:
+def pack(segments: Iterable[Segment], config: EncoderConfig, *, pin_memory: bool = False) -> PackedBatch:
     """Lay segments back to back, in order.
 
+    Args:
+        pin_memory: into memory that a GPU copies from, which is used again and again: on the way to a GPU of this
+            process it saves a copy, and fresh pages.
     Raises:
         InvalidSegment: a segment this model cannot take, or pixels that are not finite; names its position.
     """
@@ -116,16 +145,27 @@ def pack(segments: Iterable[Segment], config: EncoderConfig) -> PackedBatch:
                     f"segments[{i}]: pixel_values holds values that are not finite or not normalised "
                     f"(magnitude {largest:g}, allowed up to {MAX_NORMALIZED:g})"
                 )
-    pixels = [segment.pixel_values for segment in segments]
-    if not all(p.dtype == torch.uint8 for p in pixels):
-        pixels = [normalize(p, config) for p in pixels]
     grids = [segment.grid_thw for segment in segments]
-    empty = torch.empty((0, 3, patch, patch), dtype=torch.uint8, device="cpu")
-    return PackedBatch(
-        pixel_values=torch.cat(pixels) if pixels else empty,
-        grids=grids,
-        num_tokens=[num_tokens(grid, config) for grid in grids],
-    )
+    tokens = [num_tokens(grid, config) for grid in grids]
+    pixels = [segment.picture or segment.pixel_values for segment in segments]
+    is_raw = all(isinstance(p, Picture) or p.dtype == torch.uint8 for p in pixels)
+    if is_raw and any(isinstance(p, Picture) for p in pixels):
+        return PackedBatch(_no_patches(patch), grids, tokens, stage(pixels, patch, pin_memory=pin_memory))
+    ready = [_ready(p, config) for p in pixels]
+    if not is_raw:
+        ready = [normalize(p, config) for p in ready]
+    if not ready:
+        return PackedBatch(_no_patches(patch), grids, tokens)
+    shape = (sum(map(len, ready)), *ready[0].shape[1:])
+    together = torch.empty(shape, dtype=ready[0].dtype, device="cpu", pin_memory=pin_memory) if pin_memory else None
+    return PackedBatch(torch.cat(ready, out=together), grids, tokens)
+
+
+def _ready(pixels: Picture | Tensor, config: EncoderConfig) -> Tensor:
+    """Patches of a segment. A picture beside patches that are normalised already, which is rare, is prepared here."""
+    if isinstance(pixels, Tensor):
+        return pixels
+    return expand(stage([pixels], config.vision.patch_size), config.media.transparent_background)
 
 
 def split(embeddings: Tensor, batch: PackedBatch) -> list[Tensor]:

@@ -29,13 +29,20 @@ class Transfers:
         tensor.record_stream(compute)
         return tensor
 
-    def download(self, *tensors: Tensor) -> Callable[[], list[Tensor]]:
-        """Queue copies into pinned memory after what is queued now; the call that comes back waits for them."""
+    def download(self, *tensors: Tensor, out: Tensor | None = None) -> Callable[[], list[Tensor]]:
+        """Queue copies into pinned memory after what is queued now; the call that comes back waits for them.
+
+        Args:
+            out: host memory for the first tensor, of its shape and dtype; pinned, or the call waits for its copy.
+        """
         self._down.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._down):
+            places = [out if i == 0 else None for i in range(len(tensors))]
             copies = [
-                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-                for tensor in tensors
+                (torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if place is None else place).copy_(
+                    tensor, non_blocking=True
+                )
+                for tensor, place in zip(tensors, places, strict=True)
             ]
             copied = self._down.record_event()
         for tensor in tensors:

@@ -18,7 +18,7 @@ def update(document: Path, render: Callable[[str], str], description: str | None
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--check", action="store_true", help=f"only say whether {name} is up to date")
     check = parser.parse_args().check
-    current = document.read_text(encoding="utf-8")
+    current = document.read_text(encoding="utf-8") if document.exists() else ""
     wanted = render(current)
     if wanted == current:
         return 0

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from app.commands.flags import given_settings
 from app.commands.roads import Reply, Road, Unreachable, in_process, over_http
 from app.intake import validate
+from app.key_file import KEY
 from app.payload import safetensors_file
 from app.schemas import DtypeName, Embedding, EncodeAnswer, EncodeOptions, Timing, Usage
 from app.settings import load_settings
@@ -31,12 +32,15 @@ def encode_files(args: argparse.Namespace) -> int:
     wanted = ("fps", "max_frames", "allow_partial", "apply_exif_orientation", "dtype")
     options = validate(EncodeOptions, {name: getattr(args, name) for name in wanted})
     given = given_settings(args)
+    key = None if args.key_file is None else _read_key(args.key_file)
     if args.url is None:
+        if key is not None:
+            raise SetupError("--key-file goes with --url: without it no service is asked")
         road = in_process(load_settings(given), args.kind, options)
     elif given:
         raise SetupError(f"--{min(given).replace('_', '-')} cannot be given with --url: the service has its own model")
     else:
-        road = over_http(args.url, args.kind, options)
+        road = over_http(args.url, args.kind, options, key)
     console = Console(stderr=True)
     start = time.monotonic()
     replies = asyncio.run(_encode_all(args.files, road, console))
@@ -50,6 +54,17 @@ def encode_files(args: argparse.Namespace) -> int:
     else:
         console.print("No file could be encoded; nothing was written.")
     return 0 if len(good) == len(replies) else 1
+
+
+def _read_key(path: Path) -> str:
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise SetupError(f"--key-file {path} cannot be read: {reason}") from error
+    if not KEY.fullmatch(key):
+        raise SetupError(f"--key-file {path} does not hold one API key")
+    return key
 
 
 async def _encode_all(

@@ -1,4 +1,4 @@
-"""`moonvit-serve backends`, `info` and `export`: what can be said about a model without serving it."""
+"""`moonvit-serve info` and `export`: what can be said about a model without serving it."""
 
 from functools import partial
 from pathlib import Path
@@ -6,14 +6,10 @@ from pathlib import Path
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from app.device import compute_dtype, dtype_name, resolve_device
-from app.settings import Settings
 from encoder import EncoderConfig, flops, largest_segment, load_config, num_tokens
-from encoder.attention import describe, resolve
 from encoder.export import export_checkpoint
 from encoder.grid import plan_frames, plan_image
 from encoder.model import MoonViT3d
@@ -29,37 +25,6 @@ COMMON_SIZES = (
     (1280, 720, 4),
     (1920, 1080, 4),
 )
-
-
-def show_backends(settings: Settings) -> int:
-    """Print a row per attention backend: usable here or why not, and its error in the start-up self-test."""
-    config = load_config(settings.model, rms_norm_eps=settings.rms_norm_eps)
-    device = resolve_device(settings.device)
-    dtype = compute_dtype(settings.dtype, device)
-    head_dim, num_heads = config.vision.head_dim, config.vision.num_heads
-    resolution = resolve(
-        settings.attention_backend, device=device, dtype=dtype, head_dim=head_dim, family=config.family
-    )
-    reports = describe(device=device, dtype=dtype, num_heads=num_heads, head_dim=head_dim)
-    usable = {report.name for report in reports if report.why_not is None}
-    chosen = next((entry.name for entry in resolution.candidates if entry.name in usable), None)
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("backend", no_wrap=True)
-    table.add_column("usable here", overflow="fold")
-    table.add_column("self-test error", justify="right")
-    table.add_column("what it is", overflow="fold")
-    for report in reports:
-        why = "yes" if report.why_not is None else f"no: {report.why_not}"
-        error = "" if report.error is None else f"{report.error:.1e}"
-        name = f"{report.name} *" if report.name == chosen else report.name
-        table.add_row(*map(escape, (name, why, error, report.summary)))
-    console = Console()
-    console.print(f"{escape(settings.model)}: {num_heads} heads of {head_dim}, {dtype_name(dtype)} on {device}")
-    console.print(table)
-    console.print(
-        f"* what --attention-backend {settings.attention_backend} takes" if chosen else "None passed its test."
-    )
-    return 0
 
 
 def show_info(model: str) -> int:

@@ -106,9 +106,11 @@ async def in_process(settings: Settings, kind: Kind | None, options: EncodeOptio
 
 
 @asynccontextmanager
-async def over_http(url: str, kind: Kind | None, options: EncodeOptions) -> AsyncIterator[Road]:
+async def over_http(url: str, kind: Kind | None, options: EncodeOptions, key: str | None = None) -> AsyncIterator[Road]:
     """A running service; each file is one request whose body is the file.
 
+    Args:
+        key: the API key, where the service wants one.
     Raises (also while files are encoded):
         Unreachable: no connection, or an answer that is not this service's.
     """
@@ -127,9 +129,14 @@ async def over_http(url: str, kind: Kind | None, options: EncodeOptions) -> Asyn
         return Reply(FailedItem(index=index, type=None, error=problem.model_copy(update=own)))
 
     # A large film may take its minute to decode; the service's own deadline is the one that counts.
-    async with httpx.AsyncClient(timeout=httpx.Timeout(300, connect=10)) as client:
+    authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(timeout=httpx.Timeout(300, connect=10), headers=authorization) as client:
         with _answers_of(base):
-            models = ModelList.model_validate_json((await client.get(f"{base}/v1/models")).content)
+            answer = await client.get(f"{base}/v1/models")
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            raise Unreachable(f"{base} wants {'another' if key else 'an'} API key: --key-file")
+        with _answers_of(base):
+            models = ModelList.model_validate_json(answer.content)
             served = models.data[0]
         yield Road(_title(f"{served.id} at {base}", served.demo_weights), encode)
 

@@ -1,30 +1,31 @@
-"""`Decoder`: one item's bytes to segments, pictures in threads and films in worker processes."""
+"""`Decoder`: one item's bytes to segments, in worker processes: some for pictures, others for films."""
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
 from typing import Final
 
 from app.decode.film_decord import check_distribution
 from app.decode.media import DecodeLimits, Jobs, Kind, MediaOptions, Prepared
-from app.decode.picture import prepare_picture
-from app.decode.picture_threads import PictureThreads
 from app.decode.sniff import settle_kind, sniff
-from app.decode.workers import FilmWorkers
+from app.decode.template_process import TemplateProcess
+from app.decode.workers import Workers
 from app.errors import DeadlineExceeded
 from encoder import EncoderConfig
 
-_CLOSE_TIMEOUT_S: Final = 2.0
+_KINDS: Final[tuple[Kind, ...]] = ("image", "video")
 
 
 class Decoder:
-    """Owns the threads and processes that decode.
+    """Owns the processes that decode. Pictures never wait for films, nor films for pictures.
+
+    Attributes:
+        defers_preprocessing: whether pictures are only decoded, and made patches of on the device; films never are,
+            since their frames are larger than their patches.
 
     Args:
-        picture_threads: pictures decoded at a time; Pillow lets go of the GIL.
+        picture_workers: pictures decoded at a time.
         film_workers: films decoded at a time.
-        on_film_worker_restart: called with the reason, see `FilmWorkers`.
+        on_worker_restart: called with the kind and the reason, see `Workers`.
     """
 
     def __init__(
@@ -32,55 +33,58 @@ class Decoder:
         config: EncoderConfig,
         limits: DecodeLimits,
         *,
-        picture_threads: int,
+        picture_workers: int,
         film_workers: int,
-        on_film_worker_restart: Callable[[str], None] = lambda reason: None,
+        on_worker_restart: Callable[[Kind, str], None] = lambda kind, reason: None,
     ) -> None:
-        self._config = config
-        self._limits = limits
-        self._threads = PictureThreads(picture_threads)
-        self._pictures: set[Future[Prepared]] = set()  # handed to the threads and not done
-        self._workers = FilmWorkers(film_workers, limits, config, on_film_worker_restart)
+        self.defers_preprocessing = False
+        self._template = TemplateProcess()
+        numbers: dict[Kind, int] = {"image": picture_workers, "video": film_workers}
+
+        def workers(kind: Kind) -> Workers:
+            return Workers(
+                kind, numbers[kind], limits, config, self._template, lambda reason: on_worker_restart(kind, reason)
+            )
+
+        self._workers = {kind: workers(kind) for kind in _KINDS}
 
     async def start(self) -> None:
-        """Start the film workers and wait until they are ready; call on the event loop's thread.
+        """Start all workers and wait until they are ready; call on the event loop's thread.
 
         Raises:
             SetupError: decord is missing or the wrong one, or a worker does not start.
         """
         check_distribution()
-        await self._workers.start()
+        starts = [asyncio.ensure_future(workers.start()) for workers in self._workers.values()]
+        try:
+            await asyncio.gather(*starts)
+        except BaseException:
+            await self.close()
+            await asyncio.gather(*starts, return_exceptions=True)
+            raise
 
     async def close(self) -> None:
-        """End all workers and refuse what still waits; pictures being decoded get 2 s and are then left behind."""
-        await self._workers.close()
-        await asyncio.to_thread(self._threads.close, _CLOSE_TIMEOUT_S)
+        """End all workers, whatever they are doing, and refuse what still waits."""
+        await asyncio.gather(*(workers.close() for workers in self._workers.values()))
+        await asyncio.to_thread(self._template.close)
 
     @property
-    def stuck_s(self) -> float:
-        """Seconds that the oldest picture being decoded has taken so far; 0 if there is none.
+    def sandbox(self) -> dict[Kind, dict[str, str]]:
+        """What is in force of each layer of the workers' sandbox; empty before one has started."""
+        return {kind: workers.sandbox for kind, workers in self._workers.items()}
 
-        Films are not counted: they have their own deadline, which ends their worker.
-        """
-        return self._threads.oldest_s
-
-    @property
-    def film_worker_pids(self) -> list[int]:
-        """Film worker processes alive now."""
-        return self._workers.pids
+    def pids(self, kind: Kind) -> list[int]:
+        """Worker processes alive now."""
+        return self._workers[kind].pids
 
     def jobs(self, kind: Kind) -> Jobs:
         """What is being decoded now, and what waits for it."""
-        if kind == "video":
-            return self._workers.jobs
-        pictures = self._pictures.copy()  # at once: threads take theirs out of it at any time
-        running = sum(picture.running() for picture in pictures)
-        return Jobs(running, waiting=len(pictures) - running)
+        return self._workers[kind].jobs
 
     async def prepare(
         self, data: bytes, kind: Kind | None, options: MediaOptions, *, timeout_s: float | None = None
     ) -> Prepared:
-        """Decode and preprocess one item.
+        """Decode and preprocess one item. A cancelled call ends the worker that is at it.
 
         Args:
             data: the file's bytes, which alone decide its format.
@@ -88,40 +92,17 @@ class Decoder:
             timeout_s: seconds this call may take, waiting included.
         Raises:
             UnsupportedMedia: no format we read, or the other kind than the caller says.
-            LimitExceeded: too many pixels, frames, seconds or patches.
-            CorruptMedia: it does not decode, or not completely.
-            DeadlineExceeded: `timeout_s` or the limit for one film passed.
-            Starting: no film worker could be started.
+            LimitExceeded: too many pixels, frames, seconds or patches, or too much memory.
+            CorruptMedia: it does not decode, or not completely, or crashes its decoder.
+            DeadlineExceeded: `timeout_s` or the limit for one item passed.
+            Starting: no worker could be started.
             Draining: closed.
         """
         found = sniff(data)
         settled = settle_kind(found, kind)
         try:
             async with asyncio.timeout(timeout_s):
-                if settled == "video":
-                    return await self._film(data, options)
-                return await self._picture(
-                    partial(prepare_picture, data, found.format, options, self._limits, self._config)
-                )
+                defer = self.defers_preprocessing and settled == "image"
+                return await self._workers[settled].prepare(data, found.format, options, defer=defer)
         except TimeoutError as error:
             raise DeadlineExceeded("not decoded before the request's deadline") from error
-
-    async def _picture(self, prepare: Callable[[], Prepared]) -> Prepared:
-        picture = self._threads.submit(prepare)
-        self._pictures.add(picture)
-        picture.add_done_callback(self._pictures.discard)
-        return await asyncio.wrap_future(picture)
-
-    async def _film(self, data: bytes, options: MediaOptions) -> Prepared:
-        facts, segments = await self._workers.prepare(data, options)
-        return Prepared(
-            kind="video",
-            segments=segments,
-            original_size=facts.original_size,
-            resized_size=facts.resized_size,
-            frame_indices=facts.frame_indices,
-            start_s=facts.start_s,
-            timestamps=facts.timestamps,
-            decode_s=facts.decode_s,
-            preprocess_s=facts.preprocess_s,
-        )

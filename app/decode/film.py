@@ -7,7 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.decode import film_decord, film_pyav
-from app.decode.film_facts import FilmFacts, FilmHeader
+from app.decode.facts import Facts
+from app.decode.film_facts import FilmHeader
 from app.decode.film_header import read_header
 from app.decode.media import DecodeLimits, MediaOptions
 from app.errors import CorruptMedia, LimitExceeded
@@ -23,7 +24,7 @@ def prepare_film(
     limits: DecodeLimits,
     config: EncoderConfig,
     keep: Callable[[Segment], None],
-) -> FilmFacts:
+) -> Facts:
     """Decode and preprocess the film in the file at `path`, a chunk at a time: memory does not grow with its length.
 
     Args:
@@ -64,7 +65,7 @@ def prepare_film(
     width, height = header.turned_size
     resized = plan_frames(width, height, grids[0][0], config.media)
     starts = [index / header.fps for index in indices[::size]]
-    return FilmFacts(
+    return Facts(
         grids=grids,
         original_size=(width, height),
         resized_size=(resized.width, resized.height),

@@ -1,4 +1,4 @@
-"""What is known of a film without its pixels: before it is decoded, and after."""
+"""What is known of a film before it is decoded."""
 
 from dataclasses import dataclass
 
@@ -28,17 +28,3 @@ class FilmHeader:
     def turned_size(self) -> tuple[int, int]:
         """(width, height) in pixels as displayed."""
         return (self.height, self.width) if self.rotation in (90, 270) else (self.width, self.height)
-
-
-@dataclass(frozen=True)
-class FilmFacts:
-    """All of a prepared film but its pixels."""
-
-    grids: list[tuple[int, int, int]]
-    original_size: tuple[int, int]
-    resized_size: tuple[int, int]
-    frame_indices: list[int]
-    start_s: list[float]
-    timestamps: list[str]
-    decode_s: float
-    preprocess_s: float

@@ -27,7 +27,7 @@ class MediaOptions:
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """Bounds on one item. All but the deadline and the memory are checked before a pixel is decoded.
+    """Bounds on one item. All but deadlines and memory are checked before a pixel is decoded.
 
     Attributes:
         max_pixels: width times height of a picture or a film's frame.
@@ -35,9 +35,10 @@ class DecodeLimits:
         max_sampled_frames: frames taken from one film.
         max_walked_frames: frames in one film, since most of them must be decoded to reach the sampled ones.
         max_film_duration_s: length of a film by its own header.
-        film_deadline_s: time that decoding and preprocessing one film may take once a worker has it.
-        film_worker_memory_bytes: address space that one film may add to its worker.
-        film_worker_max_jobs: films after which a worker is replaced (decord leaks 0.3 MB for each film it refuses).
+        picture_deadline_s, film_deadline_s: time that decoding and preprocessing one may take once a worker has it.
+        picture_worker_memory_bytes, film_worker_memory_bytes: address space that one may add to its worker.
+        picture_worker_max_jobs: pictures after which a worker is replaced; nothing that got into it stays longer.
+        film_worker_max_jobs: the same for films (decord leaks 0.3 MB for each film it refuses).
         decord_batch_bytes: RGB frames that decord may hold at once; it can only deliver all of a film together.
     """
 
@@ -46,8 +47,11 @@ class DecodeLimits:
     max_sampled_frames: int = 2048
     max_walked_frames: int = 36_000
     max_film_duration_s: float = 6 * 3600.0
+    picture_deadline_s: float = 30.0
     film_deadline_s: float = 60.0
+    picture_worker_memory_bytes: int = 2 << 30
     film_worker_memory_bytes: int = 4 << 30
+    picture_worker_max_jobs: int = 1000
     film_worker_max_jobs: int = 200
     decord_batch_bytes: int = 256 << 20
 

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import (
     AvifImagePlugin,
     BmpImagePlugin,
@@ -17,10 +19,11 @@ from PIL import (
 )
 
 from app.decode.jpeg_end import load_without_end
+from app.decode.jpeg_turbo import decode_rgb
 from app.decode.media import DecodeLimits, MediaOptions, Prepared
 from app.decode.picture_work import BoundedFile, check_chunks, check_runs, check_scans
 from app.errors import CorruptMedia, LimitExceeded
-from encoder import EncoderConfig, preprocess_image
+from encoder import EncoderConfig, defer_image, preprocess_image
 from encoder.grid import ResizePlan, plan_image
 
 # The readers by name rather than `Image.open`: no other of Pillow's formats can be reached, and the header is read
@@ -47,27 +50,38 @@ _TURNS: Final = {
 
 
 def prepare_picture(
-    data: bytes, picture_format: str, options: MediaOptions, limits: DecodeLimits, config: EncoderConfig
+    data: bytes,
+    picture_format: str,
+    options: MediaOptions,
+    limits: DecodeLimits,
+    config: EncoderConfig,
+    *,
+    defer: bool = False,
 ) -> Prepared:
     """Decode and preprocess one picture.
 
     Args:
         picture_format: as `sniff` names it.
+        defer: leave to the device what can be left to it, see `encoder.defer_image`.
     Raises:
         LimitExceeded: too many pixels or patches, known from the header before anything is decoded.
         CorruptMedia: the picture does not decode completely.
+        MemoryError: it needs more than its process may have.
     """
     started = time.perf_counter()
-    image = open_picture(data, picture_format, limits, config)
+    image: Image.Image | NDArray[np.uint8]
     if options.apply_exif_orientation:
-        image = _turn(image)
+        image = _turn(open_picture(data, picture_format, limits, config))
+    else:
+        image = decode_picture(data, picture_format, limits, config)
     decoded = time.perf_counter()
-    segment = preprocess_image(image, config)
-    plan = plan_image(image.width, image.height, config.media)
+    segment = defer_image(image, config) if defer else preprocess_image(image, config)
+    width, height = image.size if isinstance(image, Image.Image) else (image.shape[1], image.shape[0])
+    plan = plan_image(width, height, config.media)
     return Prepared(
         kind="image",
         segments=[segment],
-        original_size=image.size,
+        original_size=(width, height),
         resized_size=(plan.width, plan.height),
         frame_indices=None,
         start_s=None,
@@ -77,8 +91,23 @@ def prepare_picture(
     )
 
 
+def decode_picture(
+    data: bytes, picture_format: str, limits: DecodeLimits, config: EncoderConfig
+) -> Image.Image | NDArray[np.uint8]:
+    """The first frame, in its own mode, or the same pixels as (H, W, 3) if RGB. Raises as `prepare_picture`."""
+    image = _opened(data, picture_format, limits, config)
+    pixels = decode_rgb(data, image) if picture_format == "JPEG" else None
+    return _loaded(image, data, picture_format, limits, config) if pixels is None else pixels
+
+
 def open_picture(data: bytes, picture_format: str, limits: DecodeLimits, config: EncoderConfig) -> Image.Image:
     """The first frame, loaded, in its own mode. Raises as `prepare_picture`."""
+    image = _opened(data, picture_format, limits, config)
+    return _loaded(image, data, picture_format, limits, config)
+
+
+def _opened(data: bytes, picture_format: str, limits: DecodeLimits, config: EncoderConfig) -> Image.Image:
+    """The picture by its header, once that is found within the limits."""
     if picture_format == "PNG":
         check_chunks(data)
     image: Image.Image = _read_header(data, picture_format)
@@ -87,9 +116,15 @@ def open_picture(data: bytes, picture_format: str, limits: DecodeLimits, config:
         check_scans(data, image.width * image.height)
     elif picture_format == "BMP":
         check_runs(data, image.width * image.height)
+    return image
+
+
+def _loaded(
+    image: Image.Image, data: bytes, picture_format: str, limits: DecodeLimits, config: EncoderConfig
+) -> Image.Image:
     try:
         image.load()
-    except LimitExceeded:
+    except (LimitExceeded, MemoryError):
         raise
     except Exception as error:
         whole = _load_without_end(data) if picture_format == "JPEG" else None
@@ -118,9 +153,9 @@ def _read_header(data: bytes, picture_format: str) -> ImageFile.ImageFile:
         return _READERS[picture_format](BoundedFile(data, picture_format))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise LimitExceeded("picture with a frame of more pixels than its header says") from error
-    except LimitExceeded:
+    except (LimitExceeded, MemoryError):
         raise
-    except Exception as error:  # Pillow's readers raise whatever the bytes drive them to, MemoryError included
+    except Exception as error:  # Pillow's readers raise whatever the bytes drive them to
         raise _corrupt(picture_format) from error
 
 

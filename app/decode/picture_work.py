@@ -1,6 +1,7 @@
 """Bounds on the work that a picture's size does not tell: a small file may ask for the same pixels thousands of times.
 
-A picture is decoded in a thread, which nothing can stop. So what would take more than seconds is refused before.
+A worker that takes too long is ended, but only after seconds that others could have used. What is known to take that
+long is refused before.
 """
 
 import io

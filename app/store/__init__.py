@@ -5,6 +5,7 @@
 
 from app.store.disk import DiskTier
 from app.store.entry import StoredEmbedding
+from app.store.loans import Loans
 from app.store.memory import Lease
 from app.store.stats import StoreStats, TierStats
 from app.store.store import EmbeddingStore, Tier
@@ -13,6 +14,7 @@ __all__ = [
     "DiskTier",
     "EmbeddingStore",
     "Lease",
+    "Loans",
     "StoreStats",
     "StoredEmbedding",
     "Tier",

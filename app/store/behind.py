@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from contextvars import Context
 
 from app.store.entry import StoredEmbedding
 
@@ -36,7 +37,8 @@ class WriteBehind:
         self._waiting[entry.key] = entry
         self._bytes += entry.num_bytes
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run())
+            # Not in the context of whoever came first: its log lines would bear that request's id.
+            self._task = asyncio.create_task(self._run(), context=Context())
         return True
 
     async def cancel(self, key: str) -> None:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -32,6 +32,7 @@ class StoredEmbedding:
         grids: one (t, h, w) per segment, in patches.
         segment_tokens: rows of each segment; they add up to m.
         original_size, resized_size, frame_indices, start_s, timestamps: as in `Prepared`.
+        is_lent: the tensor is memory that its tower wants back: to answer from, not to keep.
     """
 
     key: str
@@ -44,6 +45,7 @@ class StoredEmbedding:
     frame_indices: tuple[int, ...] | None = None
     start_s: tuple[float, ...] | None = None
     timestamps: tuple[str, ...] | None = None
+    is_lent: bool = False
 
     @classmethod
     def of(cls, key: str, prepared: Prepared, rows: Sequence[Tensor]) -> "StoredEmbedding":
@@ -52,9 +54,21 @@ class StoredEmbedding:
         Args:
             rows: (m_i, E) of each segment, in order, on the host.
         """
+        # Always a copy: of a tensor's memory one cannot see whose it is, and it must share none.
+        return cls._of(key, prepared, rows, torch.cat(list(rows)))
+
+    @classmethod
+    def lent(cls, key: str, prepared: Prepared, rows: Sequence[Tensor], tensor: Tensor) -> "StoredEmbedding":
+        """The entry of a computed item in the tower's own memory, see `Loans`; copies nothing."""
+        return cls._of(key, prepared, rows, tensor, is_lent=True)
+
+    @classmethod
+    def _of(
+        cls, key: str, prepared: Prepared, rows: Sequence[Tensor], tensor: Tensor, *, is_lent: bool = False
+    ) -> "StoredEmbedding":
         return cls(
             key=key,
-            tensor=_compact(rows),
+            tensor=tensor,
             kind=prepared.kind,
             grids=tuple(segment.grid_thw for segment in prepared.segments),
             segment_tokens=tuple(own.shape[0] for own in rows),
@@ -63,7 +77,12 @@ class StoredEmbedding:
             frame_indices=_frozen(prepared.frame_indices),
             start_s=_frozen(prepared.start_s),
             timestamps=_frozen(prepared.timestamps),
+            is_lent=is_lent,
         )
+
+    def copied(self) -> "StoredEmbedding":
+        """The same in memory of its own, which may be kept; call it in a thread."""
+        return replace(self, tensor=torch.cat([self.tensor]), is_lent=False)
 
     @cached_property
     def num_bytes(self) -> int:
@@ -88,16 +107,6 @@ def memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the host, row-major and little-endian; not a copy."""
     view: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
     return view
-
-
-def _compact(rows: Sequence[Tensor]) -> Tensor:
-    """(m, E) that shares memory with nothing: rows are views of a whole batch, which must not stay with them."""
-    if len(rows) > 1:
-        return torch.cat(list(rows))
-    only = rows[0].contiguous()
-    # Memory pinned for a copy from the device is scarce: it goes back to be used again.
-    own = only.untyped_storage().nbytes() == only.nbytes and not only.is_pinned()
-    return only if own else only.clone(memory_format=torch.contiguous_format)
 
 
 def _frozen(values: list[T] | None) -> tuple[T, ...] | None:

@@ -1,5 +1,7 @@
 """`EmbeddingStore`: memory above the tiers below it, and one computation for all who miss the same key."""
 
+import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -12,6 +14,8 @@ from app.store.entry import StoredEmbedding
 from app.store.flights import Flights
 from app.store.memory import Lease, MemoryTier
 from app.store.stats import StoreStats, TierStats
+
+logger = logging.getLogger(__name__)
 
 Outcome = Literal["hit", "miss"]
 
@@ -62,6 +66,8 @@ class EmbeddingStore:
         self._tiers: Sequence[Tier] = [tier for tier in (disk, shared) if tier is not None]
         self._loads: Flights[StoredEmbedding | None] = Flights()
         self._computations: Flights[tuple[StoredEmbedding, Outcome]] = Flights()
+        self._copying: dict[str, StoredEmbedding] = {}  # lent entries whose copy, to be kept, is being made
+        self._copies: set[asyncio.Task[None]] = set()
         self._stats = StoreStats(max_bytes)
 
     @property
@@ -83,6 +89,7 @@ class EmbeddingStore:
         """Cancel computations, and let the tiers finish their writes."""
         await self._computations.close()
         await self._loads.close()
+        await asyncio.gather(*self._copies)
         for tier in self._tiers:
             await tier.close()
 
@@ -121,6 +128,8 @@ class EmbeddingStore:
     def put(self, entry: StoredEmbedding) -> StoredEmbedding:
         """Keep the entry if there is room, here and below. Never raises.
 
+        Of a lent one a copy is kept, as soon as it is made; until then its key stands for what is lent.
+
         Returns:
             What the key stands for now: an entry that was there before stays.
         """
@@ -130,6 +139,9 @@ class EmbeddingStore:
         present = self._recall(entry.key)
         if present is not None:
             return present
+        if entry.is_lent:
+            self._keep_copy(entry)
+            return entry
         self._remember(entry)
         for tier in self._tiers:
             tier.save(entry)
@@ -142,6 +154,8 @@ class EmbeddingStore:
             LimitExceeded: larger than the store.
             Overloaded: leases fill the store; `retry_after_s` is when the next one ends.
         """
+        if entry.is_lent:
+            entry = entry.copied()
         try:
             ends_s = self._memory.hold(entry, seconds)
         except Overloaded:
@@ -172,7 +186,8 @@ class EmbeddingStore:
 
     async def drop(self, key: str) -> bool:
         """Forget the key in every tier, leased or not; whether memory had it."""
-        dropped = self._memory.drop(key)
+        copying = self._copying.pop(key, None)  # the copy is not kept then
+        dropped = self._memory.drop(key) or copying is not None
         for tier in self._tiers:
             await tier.remove(key)
         return dropped
@@ -189,7 +204,28 @@ class EmbeddingStore:
             self._stats.damaged += 1
             self._memory.drop(key)
             return None
-        return entry
+        return entry or self._copying.get(key)
+
+    def _keep_copy(self, entry: StoredEmbedding) -> None:
+        if not self._memory.max_bytes and not self._tiers:
+            self._stats.not_kept += 1
+            return
+        self._copying[entry.key] = entry
+        task = asyncio.get_running_loop().create_task(self._copy(entry))
+        self._copies.add(task)
+        task.add_done_callback(self._copies.discard)
+
+    async def _copy(self, entry: StoredEmbedding) -> None:
+        copy: StoredEmbedding | None = None
+        try:
+            copy = await asyncio.to_thread(entry.copied)
+        except (MemoryError, RuntimeError):  # torch raises the second where there is no memory
+            logger.warning("an embedding was not kept: it could not be copied", exc_info=True)
+            self._stats.not_kept += 1
+        if self._copying.get(entry.key) is entry:
+            del self._copying[entry.key]
+            if copy is not None:
+                self.put(copy)
 
     def _remember(self, entry: StoredEmbedding) -> None:
         if not self._memory.put(entry):

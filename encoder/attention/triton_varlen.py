@@ -7,7 +7,7 @@ starts with the longest segments, so that the device does not end on them.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from encoder.attention.contract import Attend
 from encoder.attention.triton_kernel import attend_tile
+from encoder.launch import launch
 
 LOG2_E = math.log2(math.e)
 PRECISION = "tf32x3"  # of float32 products: three of TF32, as exact as one of float32
@@ -109,29 +110,19 @@ class TritonAttention:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if not len(tiles):
             return out
-        kernel: Any = attend_tile
-        kernel[(len(tiles) * self._num_heads,)](
-            q,
-            k,
-            v,
-            out,
-            tiles,
-            q.stride(0),
-            k.stride(0),
-            v.stride(0),
-            out.stride(0),
-            LOG2_E / math.sqrt(self._head_dim),
-            q_head=q.stride(1),
-            k_head=k.stride(1),
-            v_head=v.stride(1),
-            out_head=out.stride(1),
-            num_heads=self._num_heads,
-            head_dim=self._head_dim,
-            columns=self._columns,
-            block_m=tiling.block_m,
-            block_n=tiling.block_n,
-            operand=self._operand,
-            precision=PRECISION,
+        launch(
+            attend_tile,
+            (len(tiles) * self._num_heads,),
+            (
+                *(q, k, v, out, tiles),
+                *(q.stride(0), k.stride(0), v.stride(0), out.stride(0)),
+                LOG2_E / math.sqrt(self._head_dim),
+            ),
+            (
+                *(q.stride(1), k.stride(1), v.stride(1), out.stride(1)),
+                *(self._num_heads, self._head_dim, self._columns),
+                *(tiling.block_m, tiling.block_n, self._operand, PRECISION),
+            ),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )

@@ -6,8 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
+from encoder.device_pixels_plain import expand
 from encoder.grid import num_tokens, plan_image
-from encoder.preprocess import preprocess_image
+from encoder.preprocess import defer_image, preprocess_image
 from encoder.segments import Segment, normalize, pack
 from tests.golden.goldens import GOLDEN, canvas, config, read_json, sha256, tensors
 
@@ -32,6 +33,18 @@ def test_picture_gives_the_reference_pixels(name: str, model: str) -> None:
     assert list(segment.pixel_values.shape) == expected["pixel_values_shape"]
     assert sha256(normalize(segment.pixel_values, config(model))) == expected["pixel_values_sha256"]
     assert sha256(canvas(segment.pixel_values, segment.grid_thw)) == expected["canvas_sha256"]
+
+
+@pytest.mark.parametrize("model", ["k3", "k25"])
+@pytest.mark.parametrize("name", IMAGES)
+def test_deferred_picture_gives_the_reference_pixels(name: str, model: str) -> None:
+    expected = IMAGES[name][model]
+    with Image.open(GOLDEN / "preprocess" / "images" / name) as image:
+        batch = pack([defer_image(image, config(model))], config(model))
+    assert batch.staged is not None
+    patches = expand(batch.staged, config(model).media.transparent_background)
+    assert [list(grid) for grid in batch.grids] == [expected["grid_thw"]]
+    assert sha256(canvas(patches, batch.grids[0])) == expected["canvas_sha256"]
 
 
 @pytest.mark.parametrize("model", ["k3", "k25"])

@@ -6,8 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
+from encoder.device_pixels_plain import expand
 from encoder.grid import num_tokens, plan_frames, plan_video
-from encoder.preprocess import preprocess_frames, preprocess_image
+from encoder.preprocess import defer_frames, preprocess_frames, preprocess_image
 from encoder.segments import pack
 from tests.golden.goldens import config, read_json, tensors
 
@@ -63,5 +64,8 @@ def test_large_frames_are_resized_as_the_reference(as_pictures: bool) -> None:
     chunk = [Image.fromarray(frame) for frame in frames.numpy()] if as_pictures else frames
     segment = preprocess_frames(chunk, config("k25"))
     assert [list(segment.grid_thw)] == CHUNKS["downscale/grid_thws"].tolist()
-    sampled = segment.pixel_values[CHUNKS["downscale/patch_index"]]
-    torch.testing.assert_close(sampled, CHUNKS["downscale/patches_u8"], rtol=0, atol=0)
+    deferred = pack([defer_frames(chunk, config("k25"))], config("k25")).staged
+    assert deferred is not None
+    for patches in (segment.pixel_values, expand(deferred, None)):
+        sampled = patches[CHUNKS["downscale/patch_index"]]
+        torch.testing.assert_close(sampled, CHUNKS["downscale/patches_u8"], rtol=0, atol=0)

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from PIL import Image
 from torch import Tensor
 
-from app.decode.workers import FilmWorkers
+from app.decode.workers import Workers
 from app.main import create_app
 from app.settings import Settings
 from encoder import PackedBatch, load_config
@@ -45,19 +45,19 @@ Connect = Callable[..., Awaitable[httpx.AsyncClient]]
 
 
 @pytest.fixture
-async def connect(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Connect]:
+async def connect(monkeypatch: pytest.MonkeyPatch, shared_template: None) -> AsyncIterator[Connect]:
     """`await connect(run=..., **settings)` gives a client of a started application; `.app` is the application."""
 
-    async def start_with_the_first_film(workers: FilmWorkers) -> None:
-        """Most tests send none, and a process takes two seconds to start."""
+    async def start_with_the_first_item(workers: Workers) -> None:
+        """Many tests send no picture, and most no film."""
         for _ in range(workers._num_workers):
             workers._idle.put_nowait(None)
 
-    monkeypatch.setattr(FilmWorkers, "start", start_with_the_first_film)
+    monkeypatch.setattr(Workers, "start", start_with_the_first_item)
     async with AsyncExitStack() as stack:
 
         async def build(run: Callable[[PackedBatch], Tensor] = fake_run, **settings: Any) -> httpx.AsyncClient:
-            app: FastAPI = create_app(Settings(film_workers=1, decode_threads=2, **settings), run)
+            app: FastAPI = create_app(Settings(film_workers=1, picture_workers=2, **settings), run)
             await stack.enter_async_context(app.router.lifespan_context(app))
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
             client = httpx.AsyncClient(transport=transport, base_url="http://service", timeout=60)

@@ -129,10 +129,9 @@ async def test_clients_that_leave_take_their_work_with_them(connect: Connect) ->
 
 async def test_a_stream_sends_what_is_done_while_the_rest_still_runs(connect: Connect) -> None:
     """A slow film never holds back a finished picture."""
-    client = await connect(max_batch_patches=71_424)
-    app = client.app  # type: ignore[attr-defined]
     tower = SlowTower()
-    app.state.service._batcher._run = tower
+    client = await connect(run=tower, max_batch_patches=71_424)
+    app = client.app  # type: ignore[attr-defined]
     small, large = image(png(1)), image(png(2, 1400, 1400))
     lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     buffer = b""

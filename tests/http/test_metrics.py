@@ -9,7 +9,7 @@ import httpx
 import pytest
 import torch
 
-from app.decode.picture import prepare_picture
+from app.decode.worker_process import WorkerProcess
 from app.lifecycle import Lifecycle
 from encoder import NonFiniteResult
 from tests.http.asgi import post, post_and_leave
@@ -136,15 +136,14 @@ async def test_the_queue_is_seen_while_the_device_is_stuck(connect: Connect) -> 
 
 
 async def test_decoding_is_seen_while_it_happens(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = await connect()  # two threads
+    client = await connect()  # two workers
     release = asyncio.Event()
-    loop = asyncio.get_running_loop()
 
-    def held(*_: Any) -> Any:
-        asyncio.run_coroutine_threadsafe(release.wait(), loop).result(30)
+    async def held(*_: Any) -> bytes:
+        await release.wait()
         raise ValueError
 
-    monkeypatch.setattr("app.decode.decoder.prepare_picture", held)
+    monkeypatch.setattr(WorkerProcess, "ask", held)
     running = [asyncio.create_task(encode(client, image(png(n)))) for n in range(5)]
     found = await until(client, 'moonvit_decode_jobs{kind="image",state="waiting"}', 3)
     assert found['moonvit_decode_jobs{kind="image",state="running"}'] == 2
@@ -313,13 +312,14 @@ async def test_an_answer_too_large_as_a_whole_drops_all_its_items(connect: Conne
 
 
 async def test_waiting_for_a_decoder_is_not_decoding(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = await connect()  # two threads
+    client = await connect()  # two workers
+    ask = WorkerProcess.ask
 
-    def slow(*args: Any) -> Any:
-        time.sleep(0.2)
-        return prepare_picture(*args)
+    async def slow(*args: Any) -> bytes:
+        await asyncio.sleep(0.2)
+        return await ask(*args)
 
-    monkeypatch.setattr("app.decode.decoder.prepare_picture", slow)
+    monkeypatch.setattr(WorkerProcess, "ask", slow)
     await asyncio.gather(*(encode(client, image(png(n))) for n in range(4)))
     sums = nonzero(await scrape(client), "moonvit_stage_duration_seconds_sum")
     assert sums['{stage="decode_wait"}'] >= 2 * 0.2 + 2 * 0.4

@@ -64,6 +64,8 @@ async def test_models_and_info_say_what_runs(client: httpx.AsyncClient) -> None:
         "max_batch_patches": 71_424,
         "max_queued_patches": 16 * 71_424,
         "queued_patches": 0,
+        "max_queued_bytes": 4 << 30,
+        "queued_bytes": 0,
         "device_busy": False,
     }
     assert "reference" not in json.dumps(info["limits"])
@@ -91,7 +93,7 @@ async def test_the_openapi_document_describes_all_three_forms(client: httpx.Asyn
     references = set(_references(document))
     schemas = document["components"]["schemas"]
     assert {name for name in references if "/schemas/" in name} <= {f"#/components/schemas/{name}" for name in schemas}
-    assert (await client.get("/docs")).status_code == 200
+    assert (await client.get("/docs")).status_code == 404  # its script would come from elsewhere
 
 
 def _references(node: Any) -> list[str]:

@@ -262,6 +262,14 @@ def test_sigterm_finishes_what_was_accepted_and_exits_0(cases: list[Case]) -> No
         assert process.wait(timeout=30) == 0
 
 
+def test_sighup_with_nothing_to_read_again_ends_nothing() -> None:
+    with running("--film-workers", "1") as (process, url):
+        process.send_signal(signal.SIGHUP)
+        assert httpx.get(f"{url}/health/ready").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -270,7 +278,7 @@ def test_sigterm_finishes_what_was_accepted_and_exits_0(cases: list[Case]) -> No
         (["--model", "/no/such/directory"], "/no/such/directory"),
         (["--model", "demo:k4"], "demo:k4"),
         (["--device", "tpu"], "tpu"),
-        (["--max-batch-patches", "100"], "the largest legal segment has 71424 patches"),
+        (["--max-batch-patches", "100"], "allowed from 4096 on"),
         (["--max-items", "0"], "--max-items"),
     ],
 )

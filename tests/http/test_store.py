@@ -1,12 +1,15 @@
 """An embedding is computed once: for the same bytes again, for callers at the same time, and over a restart."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from app.decode import Prepared
+from app.store import Loans, StoredEmbedding
 from tests.clips import make_film
 from tests.http.conftest import Connect, fake_run, png
 from tests.http.test_encode import data_uri, encode, image, numbers
@@ -123,3 +126,51 @@ async def test_a_directory_keeps_embeddings_over_a_restart(connect: Connect, tmp
     assert (first.pop("cache"), again.pop("cache")) == ("miss", "hit")
     assert first == again
     assert after.segments == 0
+
+
+async def test_one_item_alone_in_its_batch_is_answered_without_a_copy(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await connect()
+    expected = [numbers((await encode(client, image(png(level)))).json()["data"][0]) for level in (41, 42, 43)]
+    client = await connect(store_bytes=0)
+    copies: list[int] = []
+    of = StoredEmbedding.of
+
+    def counted(key: str, prepared: Prepared, rows: Sequence[torch.Tensor]) -> StoredEmbedding:
+        copies.append(len(rows))
+        return of(key, prepared, rows)
+
+    monkeypatch.setattr(StoredEmbedding, "of", counted)
+    for level, numbers_of_it in zip((41, 42, 43), expected, strict=True):
+        found = numbers((await encode(client, image(png(level)))).json()["data"][0])
+        assert found.tolist() == numbers_of_it.tolist()
+    assert copies == []
+    client.app.state.service.pipeline._loans = Loans(0)  # type: ignore[attr-defined]  # as if slow readers had them all
+    found = numbers((await encode(client, image(png(43)))).json()["data"][0])
+    assert found.tolist() == expected[2].tolist()
+    assert copies == [1]
+
+
+async def test_rows_that_share_their_batch_are_copied(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = SlowTower()
+    client = await connect(run=tower, store_bytes=0)
+    alone = asyncio.create_task(encode(client, image(png(50))))
+    await tower.busy()
+    shared = [asyncio.create_task(encode(client, image(png(level)))) for level in (51, 52)]
+    await until_queued(client, 8)
+
+    loans: list[bool] = []
+    take = Loans.take
+
+    def noted(each: Loans, rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        lent = take(each, rows)
+        loans.append(lent is not None)
+        return lent
+
+    monkeypatch.setattr(Loans, "take", noted)
+    tower.release()
+    for level, answer in zip((51, 52), await asyncio.gather(*shared), strict=True):
+        assert numbers(answer.json()["data"][0])[0, 0] == pytest.approx(level, abs=1)
+    assert (await alone).status_code == 200
+    assert sorted(loans) == [False, False, True]

@@ -12,7 +12,7 @@ from encoder.attention.sdpa import SdpaAttention
 from encoder.errors import NoUsableBackend, UnknownBackend
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-NAMES = "flashinfer, fa3, flashinfer_cudnn, fa4, triton, sdpa, reference"
+NAMES = "flashinfer, fa3, flashinfer_cudnn, flashinfer_fp8, fa4, triton, sdpa, reference"
 
 
 def resolved(name, device=CPU, dtype=torch.float32, head_dim=128, family="kimi_k3", **other) -> Resolution:
@@ -134,6 +134,7 @@ class TestKnownButUnusable:
         ("name", "head_dim", "reason"),
         [
             ("flashinfer", 72, "takes head sizes 64, 128 and 256, the model has 72"),
+            ("flashinfer_fp8", 64, "takes head sizes 128, the model has 64"),
             ("flashinfer_cudnn", 132, "takes head sizes that are multiples of 8 up to 128, the model has 132"),
             ("fa3", 36, "takes head sizes that are multiples of 8 up to 256, the model has 36"),
             ("fa4", 192, "takes head sizes that are multiples of 8 up to 128, the model has 192"),
@@ -173,7 +174,7 @@ class TestKnownButUnusable:
         [
             ((7, 5), ["sdpa", "reference"]),
             ((8, 9), ["flashinfer", "flashinfer_cudnn", "triton", "sdpa", "reference"]),
-            ((9, 0), ["flashinfer", "fa3", "flashinfer_cudnn", "fa4", "triton", "sdpa", "reference"]),
+            ((9, 0), NAMES.split(", ")),
             ((10, 3), ["flashinfer", "flashinfer_cudnn", "fa4", "triton", "sdpa", "reference"]),
         ],
     )
@@ -189,7 +190,7 @@ class TestAuto:
     def test_on_a_cpu(self, compiled):
         resolution = resolved("auto")
         assert [entry.name for entry in resolution.candidates] == ["sdpa"]
-        assert set(resolution.refused) == {"flashinfer", "fa3", "flashinfer_cudnn", "fa4", "triton", "reference"}
+        assert set(resolution.refused) == set(NAMES.split(", ")) - {"sdpa"}
         assert resolution.refused["reference"] == "the oracle: exact and slow, so it is taken by name only"
 
     def test_on_a_hopper_gpu(self, hopper):
@@ -202,6 +203,14 @@ class TestAuto:
             "triton",
             "sdpa",
         ]
+
+    def test_8_bits_are_taken_by_name_only(self, hopper):
+        refused = resolved("auto", GPU, torch.bfloat16).refused
+        assert refused["flashinfer_fp8"] == "rounds to 8 bits, so it is taken by name only"
+        (by_name,) = resolved("flashinfer_fp8", GPU, torch.bfloat16).candidates
+        assert by_name.name == "flashinfer_fp8"
+        with pytest.raises(NoUsableBackend, match="computes in bfloat16, not in float16"):
+            resolved("flashinfer_fp8", GPU, torch.float16)
 
     def test_head_size_72(self, hopper):
         resolution = resolved("auto", GPU, torch.bfloat16, 72)

@@ -127,6 +127,7 @@ class TestSelfTest:
         assert attention.name == "sound"
         assert attention.refused == {"sdpa": "takes short segments of equal length, sound everything else"}
         assert set(attention.self_test) == {"sound", "sdpa"}
+        assert attention.rules() == [("segments of one length, up to 1024 patches", "sdpa"), ("all others", "sound")]
         batches = [[256, 256], [1024] * 9, [256], [1028, 1028], [1028], [256, 260], []]
         assert [attention.choose(lengths) for lengths in batches] == ["sdpa"] * 3 + ["sound"] * 4
         planned = []

@@ -72,7 +72,11 @@ class TestHelp:
             ("max_body_bytes", "bytes of a request body [256 MiB]"),
             ("film_deadline_s", "seconds one film may take to decode [60.0]"),
             ("allow_private_media", "fetch from private and loopback addresses too [no]"),
-            ("max_batch_patches", "patches in one batch [the largest legal segment, 71424 for Kimi-K3]"),
+            (
+                "max_batch_patches",
+                "patches in one batch; a segment that has more runs alone [the largest legal segment, 71424 for "
+                "Kimi-K3, or what fits into the GPU's free memory]",
+            ),
         ],
     )
     def test_reads_like_this(self, name: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:

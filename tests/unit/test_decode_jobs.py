@@ -16,6 +16,8 @@ from tests.unit.test_film_workers import PLAIN, alive, stopped_while_it_works, u
 
 CONFIG: EncoderConfig = load_config("demo:k3-tiny")
 
+pytestmark = pytest.mark.usefixtures("shared_template")
+
 
 @pytest.fixture(scope="module")
 def film() -> bytes:
@@ -27,9 +29,9 @@ async def decoder(on_restart: Callable[[str], None], **limits: float) -> AsyncIt
     made = Decoder(
         CONFIG,
         DecodeLimits(**limits),  # type: ignore[arg-type]
-        picture_threads=1,
+        picture_workers=1,
         film_workers=1,
-        on_film_worker_restart=on_restart,
+        on_worker_restart=lambda kind, reason: on_restart(reason),
     )
     await made.start()
     try:
@@ -42,7 +44,7 @@ async def test_films_that_run_and_wait_and_a_crash(film: bytes) -> None:
     reasons: list[str] = []
     async with decoder(reasons.append) as made:
         assert made.jobs("video") == Jobs(running=0, waiting=0)
-        (pid,) = made.film_worker_pids
+        (pid,) = made.pids("video")
         job = await stopped_while_it_works(made, pid, film)
         waiting = [asyncio.create_task(made.prepare(film, "video", PLAIN)) for _ in range(3)]
         await until(lambda: made.jobs("video") == Jobs(running=1, waiting=3))
@@ -57,7 +59,7 @@ async def test_films_that_run_and_wait_and_a_crash(film: bytes) -> None:
 async def test_an_idle_worker_that_was_killed_is_a_crash(film: bytes) -> None:
     reasons: list[str] = []
     async with decoder(reasons.append) as made:
-        (pid,) = made.film_worker_pids
+        (pid,) = made.pids("video")
         os.kill(pid, signal.SIGKILL)
         await until(lambda: not alive(pid))
         await made.prepare(film, "video", PLAIN)
@@ -67,13 +69,13 @@ async def test_an_idle_worker_that_was_killed_is_a_crash(film: bytes) -> None:
 async def test_a_film_that_takes_too_long_and_one_that_nobody_waits_for(film: bytes) -> None:
     reasons: list[str] = []
     async with decoder(reasons.append, film_deadline_s=2.0) as made:
-        (pid,) = made.film_worker_pids
+        (pid,) = made.pids("video")
         hung = await stopped_while_it_works(made, pid, film)
         with pytest.raises(DeadlineExceeded):
             await hung
-        await until(lambda: bool(made.film_worker_pids) and made.film_worker_pids != [pid])
+        await until(lambda: bool(made.pids("video")) and made.pids("video") != [pid])
         await made.prepare(film, "video", PLAIN)
-        (pid,) = made.film_worker_pids
+        (pid,) = made.pids("video")
         left = await stopped_while_it_works(made, pid, film)
         left.cancel()
         await asyncio.gather(left, return_exceptions=True)
@@ -87,3 +89,20 @@ async def test_a_worker_that_has_had_its_films_is_replaced_as_planned(film: byte
         with pytest.raises(CorruptMedia):
             await made.prepare(film[: len(film) // 2], "video", PLAIN)
     assert reasons == ["planned", "planned"]
+
+
+async def test_ending_a_worker_that_is_not_there_yet_leaves_the_next_ones_alone() -> None:
+    """Its sockets' numbers are taken again at once; a wait that went on for them would swallow another's answer."""
+    for steps in range(12):
+        made = Decoder(CONFIG, DecodeLimits(), picture_workers=3, film_workers=1)
+        start = asyncio.create_task(made.start())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await made.close()
+        async with asyncio.timeout(20):
+            await asyncio.gather(start, return_exceptions=True)
+        other = Decoder(CONFIG, DecodeLimits(), picture_workers=1, film_workers=1)
+        async with asyncio.timeout(20):
+            await other.start()
+        assert len(other.pids("image")) == len(other.pids("video")) == 1
+        await other.close()

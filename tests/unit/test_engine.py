@@ -174,7 +174,7 @@ def test_bad_options_are_refused_before_weights_are_read(
 def test_a_result_that_is_not_finite_is_never_returned(k3: Engine) -> None:
     for value in (float("nan"), float("inf")):
         broken = replace(k3, model=Broken(torch.tensor([[0.0, value]])))
-        with pytest.raises(NonFiniteResult, match=r"batch of 1 segments, 4 patches.*attention sdpa, float32"):
+        with pytest.raises(NonFiniteResult, match=r"batch of 1 segments, 4 patches.*attention sdpa; float32"):
             broken.encode([segment(1, 2, 2)])
 
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from app.decode import film_decord, film_pyav
+from app.decode.facts import Facts
 from app.decode.film import prepare_film
-from app.decode.film_facts import FilmFacts, FilmHeader
+from app.decode.film_facts import FilmHeader
 from app.decode.film_header import read_header
 from app.decode.film_parameters import frame_parameters
 from app.decode.media import DecodeLimits, MediaOptions
@@ -54,13 +55,13 @@ def header_of(data: bytes, limits: DecodeLimits = LIMITS) -> FilmHeader:
 
 def prepare(
     data: bytes, config: EncoderConfig, options: MediaOptions = ALL, limits: DecodeLimits = LIMITS
-) -> tuple[FilmFacts, list[Segment]]:
+) -> tuple[Facts, list[Segment]]:
     segments: list[Segment] = []
     with stored(data) as path:
         return prepare_film(path, options, limits, config, segments.append), segments
 
 
-def numbers(facts: FilmFacts, segments: list[Segment]) -> list[int]:
+def numbers(facts: Facts, segments: list[Segment]) -> list[int]:
     """The number that each frame of the result carries."""
     return [read_number(frame) for segment in segments for frame in frames_of(segment, facts.original_size)]
 

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -25,12 +24,15 @@ from PIL import Image
 
 from app.decode import DecodeLimits, Decoder, MediaOptions, Prepared, film_decord
 from app.decode import decoder as decoder_module
+from app.decode.template_process import TemplateProcess
 from app.errors import CorruptMedia, DeadlineExceeded, Draining, LimitExceeded, Starting, UnsupportedMedia
 from encoder import EncoderConfig, SetupError, load_config
 from tests.clips import frames_of, make_film, read_number
 
 ROOT = Path(__file__).parents[2]
 PLAIN = MediaOptions()
+
+pytestmark = pytest.mark.usefixtures("shared_template")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def film() -> bytes:
 
 @asynccontextmanager
 async def decoder(config: EncoderConfig, num_workers: int = 1, **limits: float) -> AsyncIterator[Decoder]:
-    made = Decoder(config, DecodeLimits(**limits), picture_threads=2, film_workers=num_workers)  # type: ignore[arg-type]
+    made = Decoder(config, DecodeLimits(**limits), picture_workers=2, film_workers=num_workers)  # type: ignore[arg-type]
     await made.start()
     try:
         yield made
@@ -147,7 +149,7 @@ async def test_m30_memory_does_not_grow_with_a_film(config: EncoderConfig) -> No
     gray = [np.full((90, 160, 3), 128, dtype=np.uint8)] * 5400
     quick = {"codec_options": {"preset": "ultrafast", "bf": "0"}, "size": (160, 90), "fps": 30}
     async with decoder(config, decord_batch_bytes=20 << 20) as made:  # holds the shorter one's frames only
-        process = psutil.Process(made.film_worker_pids[0])
+        process = psutil.Process(made.pids("video")[0])
         peaks = []
         for num_frames in (600, 5400):
             data = make_film(num_frames, frames=gray[:num_frames], **quick)  # type: ignore[arg-type]
@@ -170,19 +172,19 @@ async def test_m33_a_transport_stream_is_answered(config: EncoderConfig) -> None
 
 async def test_m33_a_worker_that_hangs_is_replaced(config: EncoderConfig, film: bytes) -> None:
     async with decoder(config, num_workers=2, film_deadline_s=1.0) as made:
-        hung, other = made.film_worker_pids
+        other, hung = made.pids("video")  # the last one is the next at work
         job = await stopped_while_it_works(made, hung, film)
         assert is_right(await made.prepare(film, "video", PLAIN))
         with pytest.raises(DeadlineExceeded, match=r"^film not decoded within 1 s$"):
             await job
-        await until(lambda: not alive(hung) and len(made.film_worker_pids) == 2)
-        assert other in made.film_worker_pids
+        await until(lambda: not alive(hung) and len(made.pids("video")) == 2)
+        assert other in made.pids("video")
         assert is_right(await made.prepare(film, "video", PLAIN))
 
 
 async def test_m34_a_worker_that_crashes_costs_its_film_only(config: EncoderConfig, film: bytes) -> None:
     async with decoder(config) as made:
-        (pid,) = made.film_worker_pids
+        (pid,) = made.pids("video")
         job = await stopped_while_it_works(made, pid, film)
         waiting = [asyncio.create_task(made.prepare(film, "video", PLAIN)) for _ in range(3)]
         os.kill(pid, signal.SIGSEGV)
@@ -190,12 +192,12 @@ async def test_m34_a_worker_that_crashes_costs_its_film_only(config: EncoderConf
         with pytest.raises(CorruptMedia, match=r"^film that crashed its decoder$"):
             await job
         assert all(is_right(prepared) for prepared in await asyncio.gather(*waiting))
-        assert made.film_worker_pids != [pid]
+        assert made.pids("video") != [pid]
 
 
 async def test_a_film_whose_worker_the_kernel_killed_gets_another(config: EncoderConfig, film: bytes) -> None:
     async with decoder(config) as made:
-        (pid,) = made.film_worker_pids
+        (pid,) = made.pids("video")
         job = await stopped_while_it_works(made, pid, film)
         os.kill(pid, signal.SIGKILL)
         assert is_right(await job)
@@ -203,11 +205,12 @@ async def test_a_film_whose_worker_the_kernel_killed_gets_another(config: Encode
 
 async def test_a_film_whose_workers_the_kernel_kills_twice_is_refused(config: EncoderConfig, film: bytes) -> None:
     async with decoder(config, num_workers=2) as made:
-        for pid in made.film_worker_pids:
+        pids = made.pids("video")
+        for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         job = asyncio.create_task(made.prepare(film, "video", PLAIN))
         await asyncio.sleep(0.1)
-        for pid in made.film_worker_pids:
+        for pid in reversed(pids):  # in the order in which they are at work
             os.kill(pid, signal.SIGKILL)
             await asyncio.sleep(0.1)
         with pytest.raises(CorruptMedia, match=r"^film that crashed its decoder$"):
@@ -217,10 +220,11 @@ async def test_a_film_whose_workers_the_kernel_kills_twice_is_refused(config: En
 async def test_workers_that_do_not_start(
     config: EncoderConfig, film: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(decoder_module, "TemplateProcess", TemplateProcess)
     async with decoder(config) as made:
-        (pid,) = made.film_worker_pids
+        (pid,) = made.pids("video")
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        os.kill(pid, signal.SIGKILL)
+        os.kill(psutil.Process(pid).ppid(), signal.SIGKILL)  # the template, and its workers with it
         await until(lambda: not alive(pid))
         for _ in range(2):
             with pytest.raises(Starting, match=r"^film decoders are restarting$"):
@@ -228,7 +232,7 @@ async def test_workers_that_do_not_start(
         assert "a film worker did not start" in caplog.text
         for executable in ("/bin/false", "/does/not/exist"):
             monkeypatch.setattr(sys, "executable", executable)
-            with pytest.raises(SetupError, match=r"^a film worker did not start$"):
+            with pytest.raises(SetupError, match=r"^a (film|picture) worker did not start$"):
                 async with decoder(config):
                     pass
         monkeypatch.undo()
@@ -244,7 +248,7 @@ def test_a_worker_needs_no_place_to_write() -> None:
             raise FileNotFoundError("No usable temporary directory found")
 
         tempfile.mkdtemp = refuse
-        worker._stand_nowhere()
+        worker.stand_nowhere()
         assert os.getcwd() == f"/proc/{os.getpid()}/fdinfo"
         assert all(name.isdigit() for name in os.listdir())
     """
@@ -254,16 +258,16 @@ def test_a_worker_needs_no_place_to_write() -> None:
 async def test_m34_a_cut_avi_is_a_client_error(config: EncoderConfig, film: bytes) -> None:
     data = make_film(48, container="avi", codec="mpeg4")
     async with decoder(config) as made:
-        pids = made.film_worker_pids
+        pids = made.pids("video")
         with pytest.raises(CorruptMedia, match=r"^\d+ of 16 sampled frames decoded$"):
             await made.prepare(data[: len(data) // 2], "video", PLAIN)
         assert is_right(await made.prepare(film, "video", PLAIN))
-        assert made.film_worker_pids == pids
+        assert made.pids("video") == pids
 
 
 async def test_an_idle_worker_that_is_gone_is_replaced_before_the_next_film(config: EncoderConfig, film: bytes) -> None:
     async with decoder(config) as made:
-        (pid,) = made.film_worker_pids
+        (pid,) = made.pids("video")
         os.kill(pid, signal.SIGKILL)
         await until(lambda: not alive(pid))
         assert is_right(await made.prepare(film, "video", PLAIN))
@@ -279,18 +283,18 @@ async def test_a_film_that_needs_too_much_memory_is_refused(config: EncoderConfi
 
 async def test_the_requests_deadline_counts_waiting(config: EncoderConfig, film: bytes) -> None:
     async with decoder(config) as made:
-        (pid,) = made.film_worker_pids
+        (pid,) = made.pids("video")
         job = await stopped_while_it_works(made, pid, film)
         with pytest.raises(DeadlineExceeded, match=r"^not decoded before the request's deadline$"):
             await made.prepare(film, "video", PLAIN, timeout_s=0.2)
         os.kill(pid, signal.SIGCONT)
         assert is_right(await job)
-        assert made.film_worker_pids == [pid]
+        assert made.pids("video") == [pid]
 
 
 async def test_a_client_that_leaves_frees_its_worker(config: EncoderConfig, film: bytes) -> None:
     async with decoder(config) as made:
-        (pid,) = made.film_worker_pids
+        (pid,) = made.pids("video")
         job = await stopped_while_it_works(made, pid, film)
         job.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -313,7 +317,7 @@ async def test_m37_broken_films_leave_nothing_behind(config: EncoderConfig, film
     named = named_memory()
     async with decoder(config, film_worker_max_jobs=50) as made:
         await made.prepare(film, "video", PLAIN)
-        first = made.film_worker_pids
+        first = made.pids("video")
         process = psutil.Process()
         num_descriptors = process.num_fds()
         refused = 0
@@ -327,8 +331,8 @@ async def test_m37_broken_films_leave_nothing_behind(config: EncoderConfig, film
                 refused += 1
         assert 20 < refused < 120
         assert is_right(await made.prepare(film, "video", PLAIN))
-        await until(lambda: len(made.film_worker_pids) == 1)
-        assert made.film_worker_pids != first
+        await until(lambda: len(made.pids("video")) == 1)
+        assert made.pids("video") != first
         assert process.num_fds() <= num_descriptors + 2
     assert named_memory() <= named
 
@@ -356,59 +360,13 @@ async def test_m35_the_event_loop_stays_free(config: EncoderConfig, film: bytes)
 
 async def test_closing_ends_every_worker_and_refuses_films(config: EncoderConfig, film: bytes) -> None:
     async with decoder(config, num_workers=2) as made:
-        pids = made.film_worker_pids
-        job = await stopped_while_it_works(made, pids[0], film)
+        pids = made.pids("video")
+        job = await stopped_while_it_works(made, pids[-1], film)
     assert not any(alive(pid) for pid in pids)
     with pytest.raises(Draining):
         await job
     with pytest.raises(Draining):
         await made.prepare(film, "video", PLAIN)
-
-
-async def test_a_picture_that_takes_long_shows_and_does_not_hold_up_the_end(
-    config: EncoderConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on = threading.Event()
-    monkeypatch.setattr(decoder_module, "prepare_picture", lambda *_: go_on.wait(60))
-    made = Decoder(config, DecodeLimits(), picture_threads=1, film_workers=1)
-    assert made.stuck_s == 0
-    stuck, waiting = (asyncio.create_task(made.prepare(picture(), None, PLAIN)) for _ in range(2))
-    await asyncio.sleep(0.1)
-    with pytest.raises(DeadlineExceeded):
-        await made.prepare(picture(), None, PLAIN, timeout_s=0.3)
-    assert 0.2 < made.stuck_s < 10
-    started = time.perf_counter()
-    await made.close()
-    assert 1.5 < time.perf_counter() - started < 4
-    with pytest.raises(Draining):
-        await waiting
-    with pytest.raises(Draining):
-        await made.prepare(picture(), None, PLAIN)
-    go_on.set()
-    assert await stuck
-    await until(lambda: made.stuck_s == 0)
-
-
-def test_a_picture_that_takes_long_does_not_keep_the_service_from_ending() -> None:
-    script = """
-        import asyncio, time
-        from app.decode import DecodeLimits, Decoder, MediaOptions, decoder
-        from encoder import load_config
-
-        async def main():
-            decoder.prepare_picture = lambda *_: time.sleep(60)
-            made = Decoder(load_config("demo:k3-tiny"), DecodeLimits(), picture_threads=1, film_workers=1)
-            try:
-                await made.prepare(b"BM", None, MediaOptions(), timeout_s=0.2)
-            except Exception as error:
-                print(type(error).__name__)
-            await made.close()
-
-        asyncio.run(main())
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=40, check=True)
-    assert done.stdout == "DeadlineExceeded\n"
 
 
 def test_workers_die_with_the_service_however_it_dies() -> None:
@@ -418,9 +376,9 @@ def test_workers_die_with_the_service_however_it_dies() -> None:
         from encoder import load_config
 
         async def main():
-            made = Decoder(load_config("demo:k3-tiny"), DecodeLimits(), picture_threads=1, film_workers=1)
+            made = Decoder(load_config("demo:k3-tiny"), DecodeLimits(), picture_workers=1, film_workers=1)
             await made.start()
-            print(json.dumps(made.film_worker_pids), flush=True)
+            print(json.dumps(made.pids("video")), flush=True)
             await asyncio.sleep(60)
 
         asyncio.run(main())
@@ -438,7 +396,7 @@ def test_workers_die_with_the_service_however_it_dies() -> None:
 async def test_a_worker_stands_alone(config: EncoderConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONVIT_API_KEY", "secret")
     async with decoder(config) as made:
-        (pid,) = made.film_worker_pids
+        (pid,) = made.pids("video")
         assert b"secret" not in about_process(pid, "environ").read_bytes()
         assert about_process(pid, "cwd").readlink().name.endswith(" (deleted)")
         assert psutil.Process(pid).net_connections() == []

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 import orjson
 import pytest
 
-from app.errors import ClientTooSlow, InvalidRequest, LimitExceeded, UnsupportedMedia
+from app.budget import ByteBudget, Hold
+from app.errors import ClientTooSlow, InvalidRequest, LimitExceeded, Overloaded, UnsupportedMedia
 from app.intake import Job, parse, read_body
 
 BOUNDARY = "frontier"
@@ -65,6 +66,23 @@ def test_options_of_a_part_win_over_those_of_the_request() -> None:
     assert job.items[0].uuid == "mine"
 
 
+def test_every_form_of_a_request_can_say_its_priority() -> None:
+    part = ('Content-Disposition: form-data; name="request"', b'{"priority": "batch"}')
+    query = [("priority", "batch")]
+    jobs = [
+        parse_json({"input": ["https://a/b"], "priority": "batch"}),
+        parse_form((FILE, b"x"), part),
+        parse({"content-type": "image/png"}, "", query, b"x", 64),
+    ]
+    assert [job.options.priority for job in jobs] == ["batch"] * 3
+    assert parse_json({"input": ["https://a/b"]}).options.priority == "interactive"
+    for wrong in (b'{"priority": "low"}', b'{"priority": ["batch"]}'):
+        with pytest.raises(InvalidRequest, match="request: priority: Input should be 'interactive' or 'batch'"):
+            parse_form((FILE, b"x"), (part[0], wrong))
+    with pytest.raises(InvalidRequest, match="priority: Input should be 'interactive' or 'batch'"):
+        parse({"content-type": "image/png"}, "", [("priority", "")], b"x", 64)
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [
@@ -106,7 +124,9 @@ def test_options_of_a_part_win_over_those_of_the_request() -> None:
         ({"input": ["x"], "dtype": "int8"}, "dtype: Input should be 'bfloat16'"),
         ({"input": ["x"], "on_error": "ignore"}, "on_error: Input should be 'partial' or 'fail'"),
         ({"input": ["x"], "deadline_ms": 0}, "deadline_ms: Input should be greater than or equal to 1"),
-        ({"input": ["x"], "priority": "batch"}, "priority: unknown field"),
+        ({"input": ["x"], "priority": "urgent"}, "priority: Input should be 'interactive' or 'batch'"),
+        ({"input": ["x"], "priority": None}, "priority: Input should be 'interactive' or 'batch'"),
+        ({"input": ["x"], "priority": 1}, "priority: Input should be 'interactive' or 'batch'"),
         ({"input": ["x"], "model": 7}, "model: Input should be a valid string"),
         ({"input": "x", "messages": None, "uuid": "u"}, "uuid: unknown field"),
     ],
@@ -277,10 +297,14 @@ async def pieces(*chunks: bytes, pause_s: float = 0.0) -> AsyncIterator[bytes]:
         yield chunk
 
 
+def unbounded() -> Hold:
+    return Hold(ByteBudget(1 << 30, "request bodies"))
+
+
 async def test_a_body_is_collected_up_to_its_limit() -> None:
-    assert await read_body(pieces(b"ab", b"", b"c"), 3, 3, 1.0) == b"abc"
+    assert await read_body(pieces(b"ab", b"", b"c"), 3, 3, 1.0, unbounded()) == b"abc"
     with pytest.raises(LimitExceeded, match="request body of 4 bytes, limit 3"):
-        await read_body(pieces(), 4, 3, 1.0)
+        await read_body(pieces(), 4, 3, 1.0, unbounded())
 
 
 async def test_a_chunked_body_is_stopped_while_it_is_read() -> None:  # M22
@@ -293,13 +317,45 @@ async def test_a_chunked_body_is_stopped_while_it_is_read() -> None:  # M22
             yield b"x" * 100
 
     with pytest.raises(LimitExceeded, match="more than 1000 bytes"):
-        await read_body(endless(), None, 1000, 5.0)
+        await read_body(endless(), None, 1000, 5.0, unbounded())
     assert read == 11
+
+
+async def test_a_body_holds_what_has_arrived_and_not_what_it_announces() -> None:
+    budget = ByteBudget(100, "request bodies")
+    rest = asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b"x" * 10
+        await rest.wait()
+        yield b"x" * 80
+
+    with budget.hold() as slow, budget.hold() as other:
+        reading = asyncio.create_task(read_body(slowly(), 90, 90, 5.0, slow))
+        assert await read_body(pieces(b"y" * 20), 20, 90, 1.0, other) == b"y" * 20
+        assert budget.held_bytes == 30
+        rest.set()
+        with pytest.raises(Overloaded, match="30 bytes of request bodies are held and this one has 80 more, limit 100"):
+            await reading
+    assert budget.held_bytes == 0
+
+
+async def test_an_announced_length_without_room_is_refused_before_a_byte_is_read() -> None:
+    budget = ByteBudget(100, "request bodies")
+
+    async def never() -> AsyncIterator[bytes]:
+        raise AssertionError("read")
+        yield b""
+
+    with budget.hold() as first, budget.hold() as second:
+        first.take(60)
+        with pytest.raises(Overloaded, match="60 bytes of request bodies are held and this one has 41 more, limit 100"):
+            await read_body(never(), 41, 90, 1.0, second)
 
 
 async def test_a_body_that_does_not_arrive_is_given_up() -> None:
     with pytest.raises(ClientTooSlow, match=r"2 bytes of the request body arrived within 0\.05 s"):
-        await read_body(pieces(b"ab", b"cd", pause_s=0.04), None, 100, 0.05)
+        await read_body(pieces(b"ab", b"cd", pause_s=0.04), None, 100, 0.05, unbounded())
 
 
 def test_a_document_of_very_many_values_is_refused_before_it_is_parsed() -> None:

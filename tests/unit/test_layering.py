@@ -16,14 +16,33 @@ ENCODER: dict[str, set[str]] = {
     "families": set(),
     "config": {"errors", "families"},
     "grid": {"config", "errors"},
-    "segments": {"config", "errors", "grid"},
-    "preprocess": {"config", "errors", "grid", "segments"},
+    "resample": {"config"},
+    "picture": {"config", "errors", "grid", "resample"},
+    "device_pixels_staging": {"picture", "resample"},
+    "device_pixels_plain": {"config", "device_pixels_staging", "resample"},
+    "segments": {"config", "device_pixels_plain", "device_pixels_staging", "errors", "grid", "picture"},
+    "preprocess": {"config", "errors", "grid", "picture", "resample", "segments"},
+    "device_pixels_kernels": {"device_pixels_staging", "resample"},
+    "device_pixels": {
+        "config",
+        "device_pixels_kernels",
+        "device_pixels_staging",
+        "errors",
+        "preprocess",
+        "resample",
+        "segments",
+    },
     "position": {"config", "grid"},
     "ops": {"config", "grid", "position", "segments"},
     "fused_kernels": set(),
-    "fused": {"config", "fused_kernels", "grid", "ops"},
-    "fusion": {"config", "fused", "grid", "ops", "position"},
+    "launch": set(),
+    "fused": {"config", "fused_kernels", "grid", "launch", "ops"},
+    "fusion": {"config", "errors", "fp8", "fused", "grid", "ops", "position", "quantization"},
     "model": {"attention", "config", "grid", "ops", "position"},
+    "quantization": {"errors", "model", "ops"},
+    "fp8_kernels": set(),
+    "fp8_gemm": {"launch", "ops", "quantization"},
+    "fp8": {"fp8_gemm", "fp8_kernels", "launch", "ops", "quantization"},
     "demo": {"config", "errors", "families"},
     "checkpoint": {"config", "demo", "errors"},
     "weights": {"checkpoint", "config", "demo", "errors", "model"},
@@ -36,18 +55,23 @@ ENCODER: dict[str, set[str]] = {
         "checkpoint",
         "config",
         "device",
+        "device_pixels",
+        "device_pixels_plain",
         "errors",
         "fusion",
         "graphs",
         "grid",
         "model",
+        "quantization",
         "segments",
         "transfers",
         "weights",
     },
+    "capacity": {"engine", "grid", "segments"},
     "attention": {"attention.contract", "attention.selection", "attention.startup", "attention.table"},
     "attention.contract": set(),
     "attention.selection": {"attention.contract", "attention.table", "errors"},
+    "attention.speed": {"attention.contract", "attention.reference"},
     "attention.selftest": {"attention.contract", "attention.reference"},
     "attention.startup": {
         "attention.contract",
@@ -56,12 +80,19 @@ ENCODER: dict[str, set[str]] = {
         "attention.table",
         "errors",
     },
-    "attention.table": {"attention.contract", "attention.triton_varlen"},  # and every other backend, see below
-    "attention.triton_varlen": {"attention.contract", "attention.triton_kernel"},
+    "attention.table": {
+        "attention.contract",
+        "attention.flashinfer_fp8",
+        "attention.triton_varlen",
+    },  # and every other backend, see below
+    "attention.triton_varlen": {"attention.contract", "attention.triton_kernel", "launch"},
     "attention.triton_kernel": set(),
+    "attention.flashinfer_fp8": {"attention.contract", "attention.flashinfer_ragged", "attention.fp8_heads"},
+    "attention.fp8_heads": {"attention.fp8_kernel", "launch"},
+    "attention.fp8_kernel": set(),
 }
 WEB = {"fastapi", "starlette", "uvicorn"}
-WEB_FILES = {"app.main", "app.routes", "app.boundary", "app.responses", "app.openapi", "app.protocol"}
+WEB_FILES = {"app.main", "app.routes", "app.boundary", "app.responses", "app.openapi", "app.protocol", "app.control"}
 NOT_IN_ENCODER = WEB | {
     "app",
     "httpcore",
@@ -180,8 +211,8 @@ def test_decode_knows_nothing_of_requests(module: str) -> None:
 
 def test_only_settings_read_our_variables() -> None:
     readers = {name for name in APP_MODULES if "environ" in MODULES[name].read_text(encoding="utf-8")}
-    # The film pool passes a few harmless variables on to its processes.
-    assert readers == {"app.settings", "app.decode.worker_process"}
+    # The pools pass variables on to their processes.
+    assert readers == {"app.settings", "app.decode.template_process", "app.replicas.process"}
 
 
 def test_importing_encoder_loads_no_web_framework_and_no_kernel() -> None:

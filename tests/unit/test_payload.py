@@ -11,7 +11,18 @@ from safetensors.torch import load
 
 from app.answer import EncodeAnswer
 from app.errors import DtypeOverflow
-from app.payload import PIECE_BYTES, Body, answer_json, convert, embedding_json, entry_json, raw, safetensors_file
+from app.payload import (
+    PIECE_BYTES,
+    RAW_PIECE_BYTES,
+    Body,
+    answer_json,
+    convert,
+    embedding_json,
+    entry_json,
+    is_ready,
+    raw,
+    safetensors_file,
+)
 from app.schemas import FailedItem, Problem, Timing, Usage
 
 
@@ -46,8 +57,19 @@ def test_base64_pieces_join_without_padding_between_them(length: int) -> None:
 
 def test_no_piece_is_large() -> None:
     tensor = numbers(20_000)
-    for body in (raw(tensor), embedding_json(tensor, "base64")):
-        assert max(len(piece) for piece in body.pieces()) <= PIECE_BYTES // 3 * 4
+    for body, most in ((raw(tensor), RAW_PIECE_BYTES), (embedding_json(tensor, "base64"), PIECE_BYTES // 3 * 4)):
+        assert max(len(piece) for piece in body.pieces()) <= most
+
+
+def test_what_needs_no_work_is_ready_and_nothing_else() -> None:
+    tensor = numbers(4).to(torch.bfloat16)
+    assert is_ready(tensor, "bfloat16", "safetensors")
+    assert is_ready(tensor, "bfloat16", "base64")
+    assert not is_ready(tensor, "bfloat16", "torch_base64")
+    assert not is_ready(tensor, "bfloat16", "float")
+    assert not is_ready(tensor, "float32", "base64")
+    assert not is_ready(tensor[:2], "bfloat16", "base64")
+    assert not is_ready(tensor.to(torch.float16), "float16", "base64")
 
 
 def test_raw_pieces_are_the_tensors_own_memory() -> None:

@@ -1,11 +1,15 @@
 import json
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from app.settings import Settings
-from scripts.readme_tables import NUMBERS, numbers_tables, options_table, render
+from scripts.readme_tables import options_table, render
+from scripts.results_tables import NUMBERS, numbers_tables
+from scripts.tower_plot import LEFT, PLOT, RIGHT, WIDTH, Row, plot
+from scripts.tower_plot import render as render_plot
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -59,8 +63,40 @@ def test_results_files_become_tables(tmp_path: Path) -> None:
     assert table.splitlines()[2] == "| one \\| two | 1536 | 2.00 s | 3.00 s | 1.50 | 2.0e-06 |"
 
 
+def test_a_report_may_bring_its_own_table(tmp_path: Path) -> None:
+    report = {
+        "what": "seconds of something.",
+        "gpu": "Abacus 2000",
+        "processor": "Abacus",
+        "cores": 2,
+        "torch_threads": 1,
+        "versions": {"torch": "2.13.0"},
+        "table": {"columns": ["a", "b"], "rows": [["1", "2"]]},
+    }
+    (tmp_path / "anything.json").write_text(json.dumps(report))
+    text, table = numbers_tables(tmp_path).split("\n\n")
+    assert text == "Seconds of something. one Abacus 2000, Abacus, 2 cores, 1 threads, torch 2.13.0."
+    assert table == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+
 def test_every_results_file_is_shown() -> None:
-    assert {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")} <= set(NUMBERS)
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        assert path.stem in NUMBERS or {"what", "table"} <= json.loads(path.read_text(encoding="utf-8")).keys(), path
+
+
+def test_the_plot_is_up_to_date() -> None:
+    assert render_plot("") == PLOT.read_text(encoding="utf-8"), "run: make readme"
+
+
+def test_bars_end_where_their_ratios_are() -> None:
+    svg = plot([Row("twice", 30.0, 15.0), Row("a < b", 80.0, 10.0), Row("half", 5.0, 10.0)], "Abacus & Co")
+    root = ElementTree.fromstring(svg)  # noqa: S314 - our own
+    bars = [rect.attrib for rect in root.iter("{http://www.w3.org/2000/svg}rect")]
+    third = (WIDTH - LEFT - RIGHT) / 3  # the axis goes to 8, three doublings
+    assert [float(bar["x"]) - LEFT for bar in bars] == pytest.approx([0, 0, -third, 0], abs=0.1)
+    assert [float(bar["width"]) for bar in bars] == pytest.approx([third, 3 * third, third, third], abs=0.1)
+    words = ["".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"2.00x", "8.00x", "0.50x", "a < b", "geometric mean", "30 → 15 ms"} <= set(words)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

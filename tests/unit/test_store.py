@@ -1,13 +1,15 @@
 """The store as a whole: soundness, leases, counters, and tiers below that answer, lie or lag."""
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from app.errors import LimitExceeded, Overloaded
-from app.store import StoredEmbedding, TierStats
+from app.store import EmbeddingStore, StoredEmbedding, TierStats
 from tests.stored import DTYPE, WIDTH, Clock, Work, build_store, entry, key, same, settle, waiters
 
 SIZE = entry(0).num_bytes
@@ -115,6 +117,121 @@ async def test_drop_forgets_the_key_everywhere() -> None:
     assert await store.drop(key(1))
     assert not await store.drop(key(1))
     assert (disk.entries, shared.entries, store.stats.bytes) == ({}, {}, 0)
+
+
+# ---- lent entries
+
+
+def lent(number: int, *, spoilt: bool = False) -> StoredEmbedding:
+    one = entry(number)
+    return replace(one, tensor=one.tensor[:3] if spoilt else one.tensor, is_lent=True)
+
+
+class HeldCopies:
+    """Makes `StoredEmbedding.copied` wait until it is told to go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.go = threading.Event()
+        self.calls = 0
+        copied = StoredEmbedding.copied
+
+        def held(each: StoredEmbedding) -> StoredEmbedding:
+            self.calls += 1
+            assert self.go.wait(30)
+            if error is not None:
+                raise error
+            return copied(each)
+
+        monkeypatch.setattr(StoredEmbedding, "copied", held)
+
+
+async def until_no_copies(store: EmbeddingStore) -> None:
+    await asyncio.gather(*store._copies)
+
+
+async def test_a_lent_entry_is_answered_at_once_and_a_copy_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, disk, work = HeldCopies(monkeypatch), FakeTier(), Work()
+    store, one = build_store(disk=disk), lent(1)
+    made, outcome = await store.fetch_or_compute(key(1), _made(one))
+    assert (made is one, outcome) == (True, "miss")
+    work.go.set()
+    again, outcome = await store.fetch_or_compute(key(1), work)  # comes while the copy is being made
+    assert (again is one, outcome, work.calls) == (True, "hit", 0)
+    assert store.put(entry(1)) is one
+    assert (store.stats.bytes, disk.entries) == (0, {})  # nothing of it is kept yet
+    held.go.set()
+    await until_no_copies(store)
+    kept = store.get(key(1))
+    assert kept is not None
+    assert same(kept, entry(1))
+    assert kept.tensor.data_ptr() != one.tensor.data_ptr()
+    assert disk.entries[key(1)] is kept
+    assert (store.stats.bytes, store.stats.entries, held.calls) == (SIZE, 1, 1)
+
+
+async def test_a_key_dropped_while_its_copy_is_made_stays_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, store = HeldCopies(monkeypatch), build_store()
+    store.put(lent(1))
+    assert await store.drop(key(1))
+    assert store.get(key(1)) is None
+    held.go.set()
+    await until_no_copies(store)
+    assert store.get(key(1)) is None
+
+
+async def test_a_copy_that_fails_is_only_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, store = HeldCopies(monkeypatch, RuntimeError("can't allocate memory")), build_store()
+    store.put(lent(1))
+    held.go.set()
+    await until_no_copies(store)
+    assert store.get(key(1)) is None
+    assert (store.stats.not_kept, store.stats.bytes) == (1, 0)
+
+
+async def test_nothing_is_copied_for_a_store_that_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, store = HeldCopies(monkeypatch), build_store(0)
+    one = lent(1)
+    assert store.put(one) is one
+    assert store.get(key(1)) is None
+    assert (held.calls, store.stats.not_kept) == (0, 1)
+
+
+async def test_a_lease_holds_a_copy_of_what_is_lent() -> None:
+    store, one = build_store(), lent(1)
+    store.hold(store.put(one), 300)
+    await until_no_copies(store)
+    kept = store.get(key(1))
+    assert kept is not None
+    assert not kept.is_lent
+    assert kept.tensor.data_ptr() != one.tensor.data_ptr()
+    assert (store.stats.bytes, store.stats.leased_bytes) == (SIZE, SIZE)
+
+
+async def test_a_lent_entry_that_is_not_sound_is_not_kept() -> None:
+    store = build_store()
+    store.put(lent(1, spoilt=True))
+    assert store.get(key(1)) is None
+    assert store.stats.damaged == 1
+
+
+async def test_closing_waits_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, disk = HeldCopies(monkeypatch), FakeTier()
+    store = build_store(disk=disk)
+    await store.start()
+    store.put(lent(1))
+    closing = asyncio.create_task(store.close())
+    await settle()
+    assert disk.open
+    held.go.set()
+    await closing
+    assert key(1) in disk.entries
+
+
+def _made(one: StoredEmbedding) -> Callable[[], Awaitable[StoredEmbedding]]:
+    async def compute() -> StoredEmbedding:
+        return one
+
+    return compute
 
 
 # ---- tiers below

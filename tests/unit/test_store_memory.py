@@ -1,13 +1,16 @@
 """Entries, their size, and the tier in memory: what stays, what goes, what is refused."""
 
+import gc
 import math
+import mmap
 
 import pytest
 import torch
 
 from app.decode import Prepared
 from app.errors import LimitExceeded, Overloaded
-from app.store import StoredEmbedding
+from app.payload import raw
+from app.store import Loans, StoredEmbedding
 from app.store.memory import MemoryTier
 from encoder import Segment
 from tests.stored import DTYPE, WIDTH, Clock, entry, film, key
@@ -40,9 +43,47 @@ def test_an_entry_of_rows_keeps_nothing_of_their_batch() -> None:
     assert view.num_bytes > batch.nbytes  # the truth about what a view keeps in use
 
 
-def test_an_entry_that_fills_its_batch_is_not_copied() -> None:
-    batch = torch.randn(2, WIDTH)
-    assert StoredEmbedding.of(key(1), prepared((1, 2, 4)), [batch]).tensor.data_ptr() == batch.data_ptr()
+def test_an_entry_is_a_copy_also_of_rows_that_fill_their_memory() -> None:
+    shared = mmap.mmap(-1, 2 * WIDTH * 4)  # as memory that a worker process writes to: exactly the rows
+    rows = torch.frombuffer(memoryview(shared), dtype=torch.float32).view(2, WIDTH)
+    assert rows.untyped_storage().nbytes() == rows.nbytes
+    one = StoredEmbedding.of(key(1), prepared((1, 2, 4)), [rows])
+    lent = StoredEmbedding.lent(key(1), prepared((1, 2, 4)), [rows], rows)
+    copied = lent.copied()
+    rows.fill_(7)
+    assert lent.is_lent
+    assert lent.tensor[0, 0] == 7
+    for each in (one, copied):
+        assert not each.is_lent
+        assert not each.tensor.any()
+        assert each.num_bytes == 2 * WIDTH * 4 + 2048 + 256 + 2 * 40
+
+
+def test_what_is_part_of_a_batch_is_not_lent() -> None:
+    loans, batch = Loans(4), torch.randn(10, WIDTH)
+    assert loans.take([batch[:4]]) is None
+    assert loans.take([batch[:4], batch[4:]]) is None
+    assert loans.take([torch.randn(WIDTH, 10).T]) is None
+    assert loans.take([torch.empty(0, WIDTH)]) is None
+    lent = loans.take([batch])
+    assert lent is not None
+    assert lent.data_ptr() == batch.data_ptr()
+    assert torch.equal(lent, batch)
+
+
+def test_a_loan_lasts_as_long_as_anything_made_of_it() -> None:
+    loans = Loans(1)
+    lent = loans.take([torch.randn(10, WIDTH).to(torch.bfloat16)])
+    assert lent is not None
+    body = raw(lent)
+    pieces = body.pieces()
+    piece = next(pieces)
+    del lent, body, pieces
+    gc.collect()
+    assert loans.take([torch.randn(2, WIDTH)]) is None  # an answer that is being sent holds it
+    del piece
+    gc.collect()
+    assert loans.take([torch.randn(2, WIDTH)]) is not None
 
 
 @pytest.mark.parametrize(
