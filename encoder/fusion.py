@@ -29,6 +29,11 @@ logger = logging.getLogger(__name__)
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 """Largest relative L2 difference from the plain version: the two differ by one rounding here and there."""
 
+OWN_TOLERANCES = {"linear_gelu_rows": 1.2e-2}
+"""Of steps whose own sums differ: those of a product in 8 bits are cut short on a GPU, so one value in a hundred is rounded
+to the next of 8 bits, a sixteenth away. An H200 gives 6.4e-3; a scale that is 2 % off gives 2e-2.
+"""
+
 GRIDS = [Grid(1, 4, 6), Grid(3, 2, 8), Grid(1, 2, 2)]  # an image, frames, and a number of patches that is no power of 2
 
 
@@ -82,7 +87,8 @@ def _checked(
     for name, difference in differences.items():
         try:
             found = difference(fused, config, device, dtype)
-            problem = None if found <= TOLERANCES[dtype] else f"differs by {found:.2g} from the plain version"
+            allowed = OWN_TOLERANCES.get(name, TOLERANCES[dtype])
+            problem = None if found <= allowed else f"differs by {found:.2g} from the plain version"
         except Exception as error:  # whatever a kernel compiler raises, the plain version serves
             logger.debug("fused %s failed", name, exc_info=True)
             problem = f"failed: {type(error).__name__}"
@@ -208,7 +214,8 @@ def _linear_gelu_rows(fused: RowOps, config: EncoderConfig, device: torch.device
     if fused.linear_gelu_rows is None or config.vision.linear_bias:  # which layers with a bias do not take
         return 0.0
     width, channels = config.vision.hidden_size, config.vision.intermediate_size
-    x, weight = (quantize_rows(_random((rows, width), device, dtype)) for rows in (300, channels))
+    # Of one seed, rows of both would be equal, and their products larger than the scale allows.
+    x, weight = (quantize_rows(_random((rows, width), device, dtype, seed=rows)) for rows in (300, channels))
     arguments = x, weight._replace(scale=weight.scale / width**0.5), 0.02  # for values of up to 9, of variance 1
     got, want = _meant(fused.linear_gelu_rows(*arguments)), _meant(linear_gelu_rows(*arguments))
     return float((got - want).norm() / want.norm())
