@@ -30,8 +30,8 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}
 """Largest relative L2 difference from the plain version: the two differ by one rounding here and there."""
 
 OWN_TOLERANCES = {"linear_gelu_rows": 1.2e-2}
-"""Of steps whose own sums differ: those of a product in 8 bits are cut short on a GPU, so one value in a hundred is rounded
-to the next of 8 bits, a sixteenth away. An H200 gives 6.4e-3; a scale that is 2 % off gives 2e-2.
+"""Of steps whose own sums differ: those of a product in 8 bits are cut short on a GPU, so one value in a hundred is
+rounded to the next of 8 bits, a sixteenth away. An H200 gives 6.4e-3; a scale that is 2 % off gives 2e-2.
 """
 
 GRIDS = [Grid(1, 4, 6), Grid(3, 2, 8), Grid(1, 2, 2)]  # an image, frames, and a number of patches that is no power of 2
