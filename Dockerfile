@@ -4,6 +4,8 @@ ARG PYTHON_VERSION=3.12
 FROM python:${PYTHON_VERSION}-slim AS build
 # Where pip finds a CPU build of torch, e.g. PyTorch's own CPU index; without it, the default index and its CUDA build.
 ARG TORCH_INDEX_URL=""
+# Of pyproject.toml, comma-separated; a GPU wants `store,gpu` (deploy/compose.gpu.yaml).
+ARG EXTRAS="store"
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/moonvit
 ENV PATH=/opt/moonvit/bin:$PATH
@@ -13,7 +15,8 @@ COPY constraints.txt ./
 RUN pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$(grep '^torch==' constraints.txt)"
 COPY pyproject.toml ./
 RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-        print(*p['dependencies'], *p['optional-dependencies']['store'], sep='\n')" > requirements.txt \
+        extras = [line for name in '$EXTRAS'.split(',') if name for line in p['optional-dependencies'][name]]; \
+        print(*p['dependencies'], *extras, sep='\n')" > requirements.txt \
     && pip install -c constraints.txt -r requirements.txt
 COPY README.md LICENSE ./
 COPY encoder encoder
@@ -21,7 +24,14 @@ COPY app app
 RUN pip install --no-deps .
 
 FROM python:${PYTHON_VERSION}-slim
-RUN useradd --system --uid 10001 --home-dir /nonexistent --shell /usr/sbin/nologin moonvit
+# Debian packages: Triton compiles with gcc on a GPU.
+ARG APT_PACKAGES=""
+RUN if [ -n "$APT_PACKAGES" ]; then \
+        apt-get update && apt-get install -y --no-install-recommends $APT_PACKAGES && rm -rf /var/lib/apt/lists/*; \
+    fi
+# /cache: where kernels are kept that are compiled on a GPU, if a volume is there.
+RUN useradd --system --uid 10001 --home-dir /nonexistent --shell /usr/sbin/nologin moonvit \
+    && install -d -o 10001 /cache
 COPY --from=build /opt/moonvit /opt/moonvit
 # PASSIVE: threads of a matrix product that wait do not spin. Where others use the same cores, spinning ones take the time
 # of those they wait for, and a pass through the tower has taken 30 times as long.
