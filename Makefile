@@ -53,6 +53,7 @@ format: $(INSTALLED)  ## rewrite the files in the house style
 readme: $(INSTALLED)  ## rewrite the generated tables and the plot in README.md and docs
 	$(PY) -m scripts.tower_plot
 	$(PY) -m scripts.readme_tables
+	$(PY) -m scripts.performance_tables
 	$(PY) -m scripts.metrics_table
 
 bench: $(INSTALLED)  ## measure on the CPU, write benchmarks/results/*.json and the README

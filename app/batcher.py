@@ -11,7 +11,7 @@ from torch import Tensor
 from app.batch_log import BatchLog
 from app.errors import Draining, Overloaded
 from app.fair_queue import FairQueue
-from app.lane import Flight, Lane
+from app.lane import LOOK_AGAIN_S, Flight, Lane
 from app.metrics import Metrics
 from app.ticket import Caller, Ticket, count_bytes, count_patches, fail_all
 from app.tower import Tower, TowerLost
@@ -232,7 +232,7 @@ class Batcher:
         for other in self._lanes:
             other_ready_s = other.ready_s(patches)
             if other_ready_s is not None and other_ready_s <= now and _load(other) < _load(lane):
-                return None
+                return LOOK_AGAIN_S  # its tower may go down before it looks
         return 0.0
 
     def _take(self) -> Flight:

@@ -30,7 +30,7 @@ class ControlRoutes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (scope["path"] not in PATHS or scope["method"] not in ("GET", "HEAD")):
-            path = f"/not-on-this-port{scope['path']}"
+            path = f"{scope['path']} on this port"
             scope = {**scope, "method": "GET", "path": path, "raw_path": path.encode("utf-8", "replace")}
         await self._app(scope, receive, send)
 
@@ -61,7 +61,8 @@ class ControlServer:
 
     def stop(self) -> None:
         self._server.should_exit = True
-        self._thread.join(STOP_S)
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(STOP_S)
 
     def _run(self) -> None:
         try:

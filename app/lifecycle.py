@@ -39,8 +39,9 @@ class Lifecycle:
             self._obstacle = None
 
     def failed(self, reason: str) -> None:
-        """The device is unusable; only a restart helps."""
-        self._obstacle = DeviceFailed(reason)
+        """The device is unusable; only a restart helps. One that is on its way is said to be."""
+        if not isinstance(self._obstacle, Draining):
+            self._obstacle = DeviceFailed(reason)
 
     def drain(self) -> None:
         """Take no new requests; those accepted go on."""

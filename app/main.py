@@ -210,9 +210,14 @@ def serve(settings: Settings) -> int:
     with ExitStack() as stack:
         listener = stack.enter_context(listen(settings.host, settings.port))
         control = None
+        logger.info("listening", address=listener.getsockname()[:2], tls=context is not None)
         if settings.control_port is not None:
+            if settings.control_port == listener.getsockname()[1]:
+                raise InvalidSettings(f"--control-port {settings.control_port}: --port has it already")
             host = settings.control_host or settings.host
-            control = ControlServer(app, stack.enter_context(listen(host, settings.control_port)))
+            control_listener = stack.enter_context(listen(host, settings.control_port))
+            logger.info("listening for probes", address=control_listener.getsockname()[:2], tls=False)
+            control = ControlServer(app, control_listener)
             stack.callback(control.stop)  # after the last request: probes see `draining` to the end
         server = Server(config, app, tls, control)
         server.run([listener])

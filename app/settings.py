@@ -86,7 +86,8 @@ class Settings(BaseSettings):
     )
     cuda_graphs: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="small batches as CUDA graphs; auto: on a GPU, where the attention backend is auto or triton",
+        description="small batches as CUDA graphs; auto: on a GPU, where the attention backend is auto, triton or "
+        "flashinfer_fp8",
     )
     rms_norm_eps: float | None = Field(
         None, gt=0, lt=1, description="epsilon of the tower's RMSNorm [2**-23]; 2**-7 reproduces PyTorch before 2.7"

@@ -125,6 +125,6 @@ def _reason(error: Exception) -> str:
     known = {
         MISMATCH: "the private key is not the certificate's",
         "NO_CERTIFICATE_OR_CRL_FOUND": "no certificate in PEM form in it",
-        "NO_START_LINE": "no PEM form in it",
+        "NO_START_LINE": "nothing in PEM form in it, or no private key beside the certificate: --ssl-keyfile",
     }
     return known.get(reason) or f"not usable ({reason.lower().replace('_', ' ') or 'no PEM form in it'})"

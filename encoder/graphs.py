@@ -111,7 +111,7 @@ class BlockGraphs:
 
     def retire(self) -> None:
         """Launch nothing as a graph any more."""
-        self._graphs.clear()
+        self._graphs = {}  # not emptied: another thread may be looking for one
 
     def fits(self, lengths: Sequence[int]) -> bool:
         return self._find(lengths) is not None

@@ -9,10 +9,10 @@ from typing import Any
 from scripts.generated import table
 
 
-def numbers_tables(results: Path) -> str:
-    """What each results file that is there has to say, the tower first; files not named here come last."""
+def numbers_tables(results: Path, chosen: Callable[[str], bool] = lambda name: True) -> str:
+    """What each chosen results file that is there has to say, the tower first; files not named here come last."""
     there = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))}
-    ordered = {name: there[name] for name in [*NUMBERS, *there] if name in there}
+    ordered = {name: there[name] for name in [*NUMBERS, *there] if name in there and chosen(name)}
     parts = [part for name, report in ordered.items() for part in NUMBERS.get(name, own_table)(report)]
     return "\n\n".join(parts) or "None measured yet: `make bench`."
 
@@ -162,12 +162,13 @@ def fp8(report: dict[str, Any]) -> Iterator[str]:
 def fp8_errors(errors: dict[str, dict[str, Any]]) -> str:
     def percent(name: str) -> str:
         found = errors[name]
-        first, last = found["after_blocks"][0], found["after_blocks"][-1]
-        return f"{100 * first:.1f} % after the first block, {100 * last:.1f} % after the last, {100 * found['result']:.1f} %"
+        blocks = found["after_blocks"]
+        first, last, result = (f"{100 * share:.1f} %" for share in (blocks[0], blocks[-1], found["result"]))
+        return f"{first} after the first block, {last} after the last, {result} in the embeddings"
 
     return (
-        "What that costs, as relative L2 error of the mixed batch against float32 with exact attention: products in 8 bits "
-        f"are off by {percent('products')} in the embeddings; bfloat16 by {percent('bf16')}. Made-up weights; measure yours."
+        "What that costs, as relative L2 error of the mixed batch against float32 with exact attention: products in 8 "
+        f"bits are off by {percent('products')}; bfloat16 by {percent('bf16')}. Made-up weights; measure yours."
     )
 
 
@@ -274,6 +275,8 @@ def attention(report: dict[str, Any]) -> Iterator[str]:
 
 
 TOWER_VERSIONS = ("plain", "fused", "graph")
+
+IN_README = {"tower", "service", "fp8", "load", "soak"}  # docs/performance.md has the others
 
 NUMBERS: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
     "tower": tower,

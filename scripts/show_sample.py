@@ -82,11 +82,13 @@ def show_service(info: dict[str, Any]) -> None:
 
 def show_commands(url: str) -> None:
     print("\nTry it yourself:")
-    print(f"  curl {url}/v1/encode -H 'Content-Type: image/jpeg' --data-binary @samples/photo.jpg | head -c 600; echo")
+    print(
+        f"  curl -s {url}/v1/encode -H 'Content-Type: image/jpeg' --data-binary @samples/photo.jpg | head -c 600; echo"
+    )
     print(f"  curl {url}/v1/encode -F 'file=@samples/photo.jpg' -F 'file=@samples/clip.mp4;type=video/mp4' \\")
     print("       -H 'Accept: application/vnd.safetensors' -o out.safetensors")
     print(f"  curl {url}/v1/info")
-    print(f"  open {url}/docs in a browser for the whole interface\n")
+    print(f"  curl {url}/openapi.json, or read docs/api.md, for the whole interface\n")
 
 
 def line(label: str, text: str) -> None:

@@ -34,6 +34,11 @@ class InputFile:
                 await asyncio.sleep(0)
         os.ftruncate(self.descriptor, len(data))
 
+    def shrink(self) -> None:
+        """Give the memory of a large item back: a worker may be idle for long."""
+        if os.fstat(self.descriptor).st_size > _KEPT_BYTES:
+            os.ftruncate(self.descriptor, 0)
+
     def close(self) -> None:
         os.close(self.descriptor)
 

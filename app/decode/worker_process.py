@@ -86,7 +86,9 @@ class WorkerProcess:
         """Its answer to a job on `data`, once the result is written."""
         self.num_jobs += 1
         await self.input.fill(data)
-        return await self._ask(job, result.descriptor)
+        answer = await self._ask(job, result.descriptor)
+        self.input.shrink()
+        return answer
 
     async def _ask(self, message: bytes, descriptor: int) -> bytes:
         async with self._asking:
@@ -105,7 +107,8 @@ class WorkerProcess:
                 status = await self._status()
         except TimeoutError:  # it only closed its socket
             return WorkerDied()
-        return WorkerDied(status, was_killed=status == -signal.SIGKILL and not self._ended)
+        # Without a status its template is gone, and the kernel ended the worker with it: not what the item did either.
+        return WorkerDied(status, was_killed=status in (None, -signal.SIGKILL) and not self._ended)
 
     async def _status(self) -> int | None:
         """How it ended, once it has; None if its template ended too."""

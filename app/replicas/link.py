@@ -105,6 +105,12 @@ class Link:
         except OSError as error:
             if self._lost or isinstance(error, ConnectionError):
                 raise TowerLost("the worker is gone") from error
+            with self._changed:  # it was never told, so no answer would free the place
+                unsent = self._jobs.pop(number, None)
+                self._changed.notify_all()
+            if unsent is not None:
+                self._batches.give(unsent.batch)
+                self._blocks.give(unsent.result)
             raise
         return job.answer
 

@@ -1,6 +1,8 @@
 """`Towers`: what a service computes with, in its process or in workers; loaded together, the same weights in all."""
 
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -98,7 +100,8 @@ class Towers:
         return any(status.state == "up" for status in self.statuses)
 
     def start(self) -> TowerFacts:
-        """Load all at the same time and wait until each is ready for batches; what the first says of itself.
+        """Load all at the same time and wait until each is ready for batches; what the first says of itself, and what
+        all of them can do.
 
         Raises:
             SetupError: one cannot load, or they loaded different weights; `EncoderError` too, if a device fails.
@@ -112,11 +115,19 @@ class Towers:
         if len({each.fingerprint for each in facts}) > 1:
             found = ", ".join(f"{each.device} {each.fingerprint[:12]}" for each in facts)
             raise SetupError(f"the towers loaded different weights: {found}")
-        return facts[0]
+        fits = [each.patches_that_fit for each in facts if each.patches_that_fit is not None]
+        return replace(
+            facts[0],
+            patches_that_fit=min(fits, default=None),
+            defers_preprocessing=all(each.defers_preprocessing for each in facts),
+        )
 
     def close(self) -> None:
         """End the workers; each finishes what it has, if that does not take long. Waits until they are gone."""
         for worker in self._workers:
             worker.finish()
-        for worker in self._workers:
-            worker.close()
+        closing = [threading.Thread(target=worker.close) for worker in self._workers]  # each may take seconds
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()

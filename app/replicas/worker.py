@@ -50,10 +50,11 @@ def main(descriptor: int, parent: int) -> int:
     try:
         _settle_on(torch.device(spec.device))
         engine = spec.load()
+        facts = TowerFacts.of(engine)  # runs a batch, which may be too much for the device
     except EncoderError as error:
         send(channel, Failed(None, portable(error)))
         return EXIT_NOT_LOADED
-    send(channel, Up(TowerFacts.of(engine)))
+    send(channel, Up(facts))
     return Server(channel, engine).serve()
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from app.batcher import Batcher
 from app.errors import Draining
+from app.lane import LOOK_AGAIN_S
 from app.metrics import Metrics
 from app.ticket import Caller
 from app.tower import InlineTower, Pending, TowerLost
@@ -224,7 +225,7 @@ async def test_the_tower_with_the_fewest_patches_outstanding_is_next(make: Make)
     with batcher._lock:
         tasks.append(start(batcher, 12))
         await asyncio.sleep(0)
-        assert [batcher._wait_s(lane) for lane in batcher._lanes] == [None, 0]
+        assert [batcher._wait_s(lane) for lane in batcher._lanes] == [LOOK_AGAIN_S, 0]
     await other.took()  # both are busy, this one with less
     tasks.append(start(batcher, 16))
     await one.took()  # the other has two

@@ -247,7 +247,7 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert allow(1024, 1024).level == "ok"
     assert allow(resource.RLIM_INFINITY, resource.RLIM_INFINITY).level == "ok"
-    assert (allow(256, 4096).level, allow(256, 4096).advice) == ("problem", "ulimit -n 768")
+    assert allow(256, 4096).level == "ok"  # the service raises its own limit
     assert "LimitNOFILE" in allow(256, 256).advice
 
 

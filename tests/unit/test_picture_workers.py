@@ -214,6 +214,25 @@ async def test_a_picture_whose_worker_the_kernel_killed_gets_another() -> None:
         assert (await job).original_size == (64, 48)
 
 
+async def test_a_picture_whose_workers_template_is_killed_gets_another() -> None:
+    async with decoder() as made:
+        (pid,) = made.pids("image")
+        job = await stopped_at_a_picture(made, pid)
+        psutil.Process(pid).parent().kill()  # the kernel ends its workers with it
+        assert (await job).original_size == (64, 48)
+
+
+async def test_an_idle_worker_keeps_no_large_item() -> None:
+    large = saved(noise(2000, 2000), "PNG")
+    assert len(large) > 8 << 20
+    async with decoder() as made:
+        (worker,) = made._workers["image"]._workers
+        await made.prepare(large, "image", PLAIN)
+        assert os.fstat(worker.input.descriptor).st_size == 0
+        await made.prepare(saved(noise(64, 48)), "image", PLAIN)
+        assert 0 < os.fstat(worker.input.descriptor).st_size < 8 << 20
+
+
 async def test_a_picture_that_nobody_waits_for_ends_with_its_worker() -> None:
     restarts: list[str] = []
     async with decoder(1, restarts) as made:
@@ -319,7 +338,8 @@ async def test_the_worker_that_was_at_work_last_is_next() -> None:
             await made.prepare(saved(noise(28, 28)), "image", PLAIN)
         jobs = [worker.num_jobs for worker in made._workers["image"]._workers]
         assert sorted(jobs) == [0, 0, 4]
-        await asyncio.gather(*(made.prepare(saved(noise(280, 280)), "image", PLAIN) for _ in range(3)))
+        for _ in range(20):  # three at a time, unless one is done before the next begins
+            await asyncio.gather(*(made.prepare(saved(noise(280, 280)), "image", PLAIN) for _ in range(3)))
         assert all(worker.num_jobs for worker in made._workers["image"]._workers)  # the others are there for the rest
 
 

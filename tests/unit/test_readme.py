@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from app.settings import Settings
+from scripts import performance_tables
 from scripts.readme_tables import options_table, render
 from scripts.results_tables import NUMBERS, numbers_tables
 from scripts.tower_plot import LEFT, PLOT, RIGHT, WIDTH, Row, plot
@@ -20,6 +21,8 @@ TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
 
 def test_generated_tables_are_up_to_date() -> None:
     assert render(README) == README, "run: make readme"
+    performance = performance_tables.DOCUMENT.read_text(encoding="utf-8")
+    assert performance_tables.render(performance) == performance, "run: make readme"
 
 
 def test_render_replaces_only_what_lies_between_the_markers() -> None:
