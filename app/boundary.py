@@ -110,6 +110,9 @@ class RequestBoundary:
         status = 0
         deliver_s = first_sent_s = 0.0
         body_read = scope["method"] in ("GET", "HEAD")
+        # RFC 9112, 6.1: a proxy may have taken the other one for the body's length, and the rest for another request.
+        names = {name for name, _ in scope["headers"]}
+        has_two_lengths = {b"content-length", b"transfer-encoding"} <= names
 
         async def counted() -> Message:
             nonlocal body_read
@@ -133,7 +136,7 @@ class RequestBoundary:
                 own = [(b"x-request-id", request_id.encode())]
                 if span is not None:
                     own.append((b"traceparent", span.traceparent.encode()))
-                if not body_read:
+                if not body_read or has_two_lengths:
                     own.append((b"connection", b"close"))
                 message["headers"] = [*message.get("headers", ()), *own]
             elif not body_read and not message.get("more_body", False):

@@ -1,6 +1,7 @@
 """Where everything is built and joined: settings -> service -> application -> server."""
 
 import asyncio
+import contextvars
 import os
 import resource
 import signal
@@ -171,7 +172,8 @@ class Server(uvicorn.Server):
         if self._stopping is not None:
             os._exit(EXIT_FORCED)
         patience_s = self._service.settings.drain_timeout_s if sig == signal.SIGTERM else 0.0
-        self._stopping = asyncio.get_running_loop().create_task(self._stop(patience_s))
+        # In a context of its own: the signal may come amid a request, whose id is not the drain's.
+        self._stopping = asyncio.get_running_loop().create_task(self._stop(patience_s), context=contextvars.Context())
 
     async def _stop(self, patience_s: float) -> None:
         lifecycle = self._service.lifecycle

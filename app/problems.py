@@ -54,6 +54,7 @@ INTERNAL = ProblemType(500, "internal", "Internal error")
 ALL_PROBLEMS = {problem.code: problem for problem in (*PROBLEMS.values(), NOT_FOUND, METHOD_NOT_ALLOWED)}
 
 MAX_DETAIL_CHARS = 500
+MOST_RETRY_AFTER_S = 86_400.0  # a rate may be set so low that the time is no number
 
 
 def problem_type(error: BaseException) -> ProblemType:
@@ -94,7 +95,7 @@ def retry_after(error: BaseException) -> dict[str, str]:
     """`Retry-After` header of an exception: its own measured seconds, else the table's, else none. Rounded up: who
     comes back at the stated time is not to be early."""
     seconds = getattr(error, "retry_after_s", None) or problem_type(error).retry_after_s
-    return {} if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}
+    return {} if seconds is None else {"Retry-After": str(max(1, math.ceil(min(seconds, MOST_RETRY_AFTER_S))))}
 
 
 def problem_headers(error: BaseException) -> dict[str, str]:

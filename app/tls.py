@@ -78,6 +78,8 @@ def load_certificate(context: ssl.SSLContext, files: TlsFiles) -> None:
     """
     for option, path in (("--ssl-certfile", files.certificate), ("--ssl-keyfile", files.key)):
         try:
+            if path is not None and path.is_fifo():  # opening it would wait for who writes to it
+                raise InvalidSettings(f"{option} {path}: a pipe, must be a file")
             if path is not None:
                 path.open("rb").close()
         except OSError as error:

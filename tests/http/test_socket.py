@@ -354,3 +354,19 @@ def test_a_body_offered_with_an_upgrade_is_read(url: str) -> None:
     }
     response = httpx.post(f"{url}/v1/encode", content=png(5), headers=headers)
     assert response.status_code == 200
+
+
+def test_a_body_with_two_lengths_is_the_last_thing_on_its_connection(url: str) -> None:
+    """What a proxy may take for its end is not where another request begins."""
+    hidden = b"GET /v1/models HTTP/1.1\r\nHost: t\r\n\r\n"
+    body = b"0\r\n\r\n" + hidden
+    head = (
+        b"POST /v1/encode HTTP/1.1\r\nHost: t\r\nContent-Type: image/png\r\nTransfer-Encoding: chunked\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(body)
+    )
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(head + body)
+        answers = b"".join(iter(lambda: connection.recv(65536), b""))  # to its end, so it is closed
+    assert answers.count(b"HTTP/1.1 ") == 1
+    assert b"connection: close" in answers.lower()

@@ -1,5 +1,6 @@
 """The key file: what its lines mean, and that nothing of a key is ever shown."""
 
+import os
 from hashlib import sha256
 from pathlib import Path
 
@@ -137,6 +138,12 @@ class TestFile:
         assert str(caught.value).startswith(f"key file {path}")
         assert why in str(caught.value)
         assert HIDDEN[:5] not in str(caught.value)
+
+    @pytest.mark.timeout(20)
+    def test_that_is_a_pipe_without_a_writer_holds_nothing_up(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "keys", 0o600)
+        with pytest.raises(InvalidKeyFile, match="no key"):
+            load_keys(tmp_path / "keys")
 
     def test_that_is_a_directory(self, tmp_path: Path) -> None:
         with pytest.raises(InvalidKeyFile, match="cannot be read: Is a directory"):

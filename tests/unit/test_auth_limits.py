@@ -61,6 +61,14 @@ class TestRate:
         clock.now_s += int(header)
         assert admitted(one)
 
+    @pytest.mark.parametrize("rate", [1e-300, 5e-324])
+    def test_a_rate_next_to_nothing_is_a_day(self, rate: float) -> None:
+        one = caller(Limit(requests_per_s=rate, burst=1), Clock())
+        assert admitted(one)
+        with pytest.raises(Overloaded) as caught, one.admit():
+            pass
+        assert retry_after(caught.value) == {"Retry-After": "86400"}
+
     @given(
         rate=st.floats(0.01, 1000),
         size=st.integers(1, 50),
