@@ -12,7 +12,7 @@ from torch import Tensor
 
 from app import tracing
 from app.batcher import Batcher
-from app.budget import Hold
+from app.budget import ByteBudget, Hold
 from app.counting import count_item, count_unwanted, observe_decoding
 from app.data_uri import decode_data_uri
 from app.decode import Decoder, Kind, MediaOptions, identify
@@ -87,6 +87,7 @@ class Pipeline:
     Args:
         fingerprint: of the model, part of every key.
         deadline_s: the service's own, for work that several requests may wait for.
+        max_decoded_bytes: of all requests' decoded media that waits for a place in the queue.
         window_patches: what one request may have in the queue at a time, so that it can be larger than the queue.
         metrics: where items and their stages are counted.
     """
@@ -102,6 +103,7 @@ class Pipeline:
         fingerprint: str,
         max_item_bytes: int,
         max_float_tokens: int,
+        max_decoded_bytes: int,
         deadline_s: float,
         window_patches: int,
         metrics: Metrics | None = None,
@@ -115,6 +117,7 @@ class Pipeline:
         self._preprocessing = preprocessing_id(config)
         self._max_item_bytes = max_item_bytes
         self._max_float_tokens = max_float_tokens
+        self._decoded = ByteBudget(max_decoded_bytes, "decoded media that waits for a place in the queue")
         self._deadline_s = deadline_s
         self._window_patches = window_patches
         self._metrics = metrics or Metrics()
@@ -220,7 +223,9 @@ class Pipeline:
         observe_decoding(self._metrics, prepared, times.decode_s)
         del data
         patches = sum(segment.num_patches for segment in prepared.segments)
-        await request.window.enter(patches)
+        with self._decoded.hold() as waiting:
+            waiting.take(sum(segment.num_bytes for segment in prepared.segments))
+            await request.window.enter(patches)
         try:
             slot.release()
             encoded = await self._batcher.encode(prepared.segments, request.caller)

@@ -222,6 +222,7 @@ class Service:
             fingerprint=fingerprint,
             max_item_bytes=self.settings.max_item_bytes,
             max_float_tokens=self.settings.max_float_tokens,
+            max_decoded_bytes=self.settings.max_queued_bytes,
             deadline_s=self.settings.deadline_ms / 1000,
             # Two batches keep a device busy; half the queue leaves room for others where it is short.
             window_patches=min(2 * len(towers) * self.max_batch_patches, self.max_queued_patches // 2),

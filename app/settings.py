@@ -103,7 +103,10 @@ class Settings(BaseSettings):
         None, ge=4, description="patches that may wait; beyond, requests are refused with 429 [16 batches a tower]"
     )
     max_queued_bytes: int = Field(
-        4096 * MiB, ge=1024, description="bytes of decoded pixels that may wait for the device; beyond, 429"
+        4096 * MiB,
+        ge=1024,
+        description="bytes of decoded pixels that may wait for the device, and as many for a place in its queue; "
+        "beyond, 429",
     )
     batch_stall_s: float | None = Field(
         None,
